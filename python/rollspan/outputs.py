@@ -1,0 +1,132 @@
+"""What a finished or streaming request gives back. The names are vLLM's, so that code written for it reads the same fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rollspan.spans import CommitSpan, VersionSpan
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability (natural logarithm) of one token at one position.
+
+    ``rank`` counts from 1 for the most probable token of that position. ``decoded_token`` is None unless text output was asked for.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id -> log-probability, the sampled token first, then the most probable ones in rank order."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output sequence of a request, or with DELTA outputs the piece of it that is new.
+
+    ``weight_versions`` and ``weight_commits`` cover the *whole* sequence and are set on its final output (``finish_reason`` is set). On
+    other outputs they are None, except for DELTA outputs of a request that asked for ``include_weight_versions``: there they cover
+    this output's tokens. Indexes always count from the start of the sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    weight_commits: list[CommitSpan] | None = None
+
+    def finished(self) -> bool:
+        """True for the final output of this sequence."""
+        return self.finish_reason is not None
+
+    def add(self, following: CompletionOutput) -> None:
+        """Append the next DELTA output of the same sequence to this one. The spans become those of the later output."""
+        if self.finished() or following.finished():
+            # The final output's spans cover everything already; those of an earlier final output would be stale.
+            self.weight_versions = following.weight_versions
+            self.weight_commits = following.weight_commits
+        else:
+            tokens = len(self.token_ids)
+            self.weight_versions = _join(self.weight_versions, following.weight_versions, "version", tokens)
+            self.weight_commits = _join(self.weight_commits, following.weight_commits, "commit", tokens)
+        self.text += following.text
+        self.token_ids.extend(following.token_ids)
+        if following.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(following.logprobs)
+        self.cumulative_logprob = following.cumulative_logprob
+        self.finish_reason = following.finish_reason
+        self.stop_reason = following.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Output of one request: its sequences and the weights it was admitted under.
+
+    ``weight_version`` and ``weight_commit`` are the label and commit number in force when the request entered the scheduler; for n > 1
+    each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys and values came from the prefix cache.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    weight_version: str | None = None
+    weight_commit: int | None = None
+    engine_index: int = 0
+    num_cached_tokens: int = 0
+    prompt: str | None = None
+    prompt_logprobs: Any = None
+    kv_transfer_params: dict[str, Any] | None = field(default=None, repr=False)
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge the request's next output into this one.
+
+        ``aggregate`` True appends to the sequences (DELTA outputs), False replaces them (CUMULATIVE outputs).
+        """
+        self.finished = self.finished or next_output.finished
+        self.weight_version = next_output.weight_version
+        self.weight_commit = next_output.weight_commit
+        self.num_cached_tokens = next_output.num_cached_tokens
+        self.kv_transfer_params = next_output.kv_transfer_params
+        for following in next_output.outputs:
+            for position, mine in enumerate(self.outputs):
+                if mine.index == following.index:
+                    if aggregate:
+                        mine.add(following)
+                    else:
+                        self.outputs[position] = following
+                    break
+            else:
+                self.outputs.append(following)
+
+
+Span = TypeVar("Span", VersionSpan, CommitSpan)
+
+
+def _join(first: list[Span] | None, second: list[Span] | None, key: str, tokens: int) -> list[Span] | None:
+    """Spans of two consecutive pieces as one list; equal neighbours become one span.
+
+    ``tokens`` is the length of the first piece: without spans its tokens become one span whose value is None, as in `SpanBuilder`.
+    """
+    if second is None or not second:
+        return first
+    if first is None and tokens:
+        start = second[0]["start"]
+        first = [second[0] | {key: None, "start": start - tokens, "end": start}]  # type: ignore[list-item]
+    if not first:
+        return second
+    left, right = first[-1], second[0]
+    if left[key] != right[key]:  # type: ignore[literal-required]
+        return [*first, *second]
+    joined = left.copy()
+    joined["end"] = right["end"]
+    return [*first[:-1], joined, *second[1:]]
