@@ -1,0 +1,92 @@
+"""EngineConfig: everything an EngineCore is started with. Command-line flags are derived from these fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rollspan.errors import RollspanError, check_label, shown
+from rollspan.sampling_params import is_int
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("processed", "raw")
+
+
+def _option(default: Any, help_text: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Configuration of one EngineCore; each field is the flag ``--field-name`` of ``rollspan serve``.
+
+    Raises:
+        RollspanError: ``invalid_request`` naming the field and what is allowed.
+    """
+
+    model: str = _option("", "directory of a Hugging Face causal LM (config.json, safetensors)", positional=True)
+    served_model_name: str | None = _option(None, "name of the model in the API (default: the model's directory name)")
+    dtype: str = _option("auto", "type of the weights and the KV cache; auto = the checkpoint's own", choices=DTYPES)
+    device: str = _option("auto", "cpu, cuda, cuda:N or auto (cuda where there is a GPU)")
+    max_model_len: int | None = _option(None, "most tokens of prompt and output together (default: the model's limit)")
+    max_num_seqs: int = _option(256, "most sequences in one step")
+    max_num_batched_tokens: int = _option(2048, "most tokens in one step; longer prompts are computed in pieces")
+    block_size: int = _option(16, "tokens per KV block")
+    kv_cache_memory: int | None = _option(None, "bytes for the KV cache (default: a share of the free memory)")
+    max_logprobs: int = _option(20, "largest logprobs value that a request may ask for")
+    logprobs_mode: str = _option(
+        "processed",
+        "log-probs after temperature and truncation (what was sampled from), or the model's own",
+        choices=LOGPROBS_MODES,
+    )
+    weight_version: str | None = _option(None, "label of the weights at start (default: the label 'default')")
+    weights_root: str | None = _option(None, "directory under which weight updates may be read (none: updates refused)")
+    num_threads: int | None = _option(None, "compute threads (default: physical cores minus one, at least 1)")
+    seed: int = _option(0, "seed for requests that bring none; with it a restarted engine repeats its samples")
+    engine_index: int = _option(0, "rank of this engine", hidden=True)
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("block_size", 1),
+            ("max_logprobs", 0),
+            ("seed", 0),
+            ("engine_index", 0),
+        ):
+            self._check(name, is_int(getattr(self, name), low, 2**63 - 1), f"an integer of at least {low}")
+        for name in ("max_model_len", "kv_cache_memory", "num_threads"):
+            value = getattr(self, name)
+            least = 2 if name == "max_model_len" else 1
+            self._check(name, value is None or is_int(value, least, 2**63 - 1), f"an integer of at least {least}")
+        self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self._check("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
+        kind, _, number = self.device.partition(":")
+        device_ok = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
+        self._check("device", device_ok, "auto, cpu, cuda or cuda:N")
+        if self.weight_version is not None:
+            check_label(self.weight_version, "weight_version")
+
+    def _check(self, name: str, good: bool, allowed: str) -> None:
+        if not good:
+            value = shown(getattr(self, name))
+            raise RollspanError(f"{name} must be {allowed}, got {value}", reason="invalid_request", param=name)
+
+    def to_json(self) -> str:
+        """This configuration as a JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineConfig:
+        """Reads :meth:`to_json`'s form.
+
+        Raises:
+            RollspanError: ``invalid_request`` for text that is no such object.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise RollspanError(f"engine configuration: {error}", reason="invalid_request") from None
