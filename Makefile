@@ -1,0 +1,98 @@
+# Everything that a checkout needs. The environment and Rust's build directory live outside the checkout, in the user's cache.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+# Cargo profile of the editable install: dev or release.
+PROFILE ?= dev
+CACHE := $(or $(ROLLSPAN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollspan)
+# One environment for each checkout, Python and lock file; another lock makes another environment.
+VENV := $(CACHE)/venv-$(shell (cat requirements-dev.lock; pwd; $(PYTHON) -VV) | cksum | tr ' ' '-')
+RUN := $(VENV)/bin/python -m
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(CACHE)/uv/bin/uv)
+
+export CARGO_TARGET_DIR ?= $(CACHE)/target
+export UV_HTTP_TIMEOUT ?= 300
+export PATH := $(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(VENV)
+
+.PHONY: help setup demo test lint format bench train lock wheel clean environment cargo where uv
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: setup ## See rollouts across a live weight update, each token coloured by the weights that sampled it
+	@rollspan demo
+
+test: setup ## Run every test: Rust, Python, both frontends, packaging
+	@if cargo nextest --version >/dev/null 2>&1; \
+	then cargo nextest run --workspace --locked; else cargo test --workspace --locked; fi
+	@$(RUN) pytest $(PYTEST_ARGUMENTS)
+
+lint: environment cargo ## Check style and types of both languages
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@cargo fmt --all --check
+	@$(RUN) mypy
+	@cargo clippy --workspace --all-targets --locked -- -D warnings
+
+format: environment cargo ## Rewrite the sources in the project's style
+	@$(RUN) ruff check --fix .
+	@$(RUN) ruff format .
+	@cargo fmt --all
+
+setup: environment cargo ## Create the environment and install this checkout into it (PROFILE=release for speed)
+	@echo "installing this checkout (Rust profile: $(PROFILE))"
+	@$(UV) pip install --python $(VENV)/bin/python --no-deps --no-build-isolation --reinstall-package rollspan \
+		--config-settings profile=$(PROFILE) --editable .
+
+bench: PROFILE := release
+bench: setup ## Measure throughput and latency on the embedded model, through each frontend
+	@rollspan bench serve
+
+train: setup ## Train the embedded model's checkpoints again
+	@$(RUN) rollspan.models.train
+
+lock: $(UV) ## Compile the lock files from pyproject.toml
+	@$(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --custom-compile-command "make lock" \
+		--output-file requirements.lock pyproject.toml
+	@$(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --custom-compile-command "make lock" \
+		--extra dev --output-file requirements-dev.lock pyproject.toml
+
+wheel: environment cargo ## Build the release wheel and the source archive into dist/
+	@$(UV) build --python $(VENV)/bin/python --no-build-isolation --out-dir dist .
+
+where: ## Print the environment's directory
+	@echo $(VENV)
+
+clean: ## Remove what was built in this checkout, and its environment
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis python/rollspan/_native*.so $(VENV)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+environment: $(VENV)/complete
+
+# Environments of checkouts that are gone, and this checkout's older ones, are removed on the way.
+$(VENV)/complete: requirements-dev.lock | $(UV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or later is needed: make PYTHON=...")'
+	@for old in $(CACHE)/venv-*/checkout; do \
+		if [ -f "$$old" ]; then \
+			owner=$$(cat "$$old"); \
+			if [ ! -d "$$owner" ] || [ "$$owner" = "$(CURDIR)" ]; then rm -rf "$$(dirname "$$old")"; fi; \
+		fi; \
+	done
+	@echo "creating the environment $(VENV) (the first time downloads several GB: PyTorch comes with its CUDA libraries)"
+	@$(UV) venv --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+	@echo "$(CURDIR)" > $(VENV)/checkout
+	@$(UV) pip sync --python $(VENV)/bin/python --require-hashes requirements-dev.lock
+	@touch $@
+
+$(CACHE)/uv/bin/uv:
+	@echo "installing uv into $(CACHE)/uv"
+	@$(PYTHON) -m pip install --quiet --upgrade --target $(CACHE)/uv "uv>=0.9"
+
+uv: ;
+
+cargo:
+	@cargo --version >/dev/null 2>&1 || { echo "error: Rust is needed, and cargo is not on PATH: install a Rust toolchain" >&2; exit 1; }
