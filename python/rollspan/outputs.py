@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from rollspan.spans import CommitSpan, VersionSpan
 
@@ -109,24 +109,19 @@ class RequestOutput:
                 self.outputs.append(following)
 
 
-Span = TypeVar("Span", VersionSpan, CommitSpan)
-
-
-def _join(first: list[Span] | None, second: list[Span] | None, key: str, tokens: int) -> list[Span] | None:
+def _join(first: list[Any] | None, second: list[Any] | None, key: str, tokens: int) -> list[Any] | None:
     """Spans of two consecutive pieces as one list; equal neighbours become one span.
 
     ``tokens`` is the length of the first piece: without spans its tokens become one span whose value is None, as in `SpanBuilder`.
     """
-    if second is None or not second:
+    if not second:
         return first
     if first is None and tokens:
         start = second[0]["start"]
-        first = [second[0] | {key: None, "start": start - tokens, "end": start}]  # type: ignore[list-item]
+        first = [{key: None, "start": start - tokens, "end": start}]
     if not first:
         return second
     left, right = first[-1], second[0]
-    if left[key] != right[key]:  # type: ignore[literal-required]
+    if left[key] != right[key]:
         return [*first, *second]
-    joined = left.copy()
-    joined["end"] = right["end"]
-    return [*first[:-1], joined, *second[1:]]
+    return [*first[:-1], {**left, "end": right["end"]}, *second[1:]]

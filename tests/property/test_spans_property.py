@@ -58,7 +58,8 @@ def test_a_trimmed_list_covers_every_returned_token_once_and_never_repeats_a_nei
 ) -> None:
     builder, versions, _ = build(pushes)
     total = data.draw(st.integers(0, len(versions)))
-    for key, spans in zip(("version", "commit"), builder.finish(total), strict=True):
+    lists: tuple[list[Any] | None, list[Any] | None] = builder.finish(total)
+    for key, spans in zip(("version", "commit"), lists, strict=True):
         if spans is None:
             continue
         covered = [index for span in spans for index in range(span["start"], span["end"])]

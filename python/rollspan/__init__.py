@@ -1,0 +1,69 @@
+"""rollspan: rollouts for RL post-training, where every output token carries proof of which weights sampled it.
+
+Importing this package costs nothing: names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollspan.async_llm import AsyncLLM
+    from rollspan.config import EngineConfig
+    from rollspan.errors import RollspanError
+    from rollspan.llm import LLM
+    from rollspan.output_processor import RequestFailedError
+    from rollspan.outputs import CompletionOutput, Logprob, RequestOutput
+    from rollspan.sampling_params import RequestOutputKind, SamplingParams
+    from rollspan.spans import CommitSpan, SpanBuilder, VersionSpan
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CommitSpan",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RollspanError",
+    "SamplingParams",
+    "SpanBuilder",
+    "VersionSpan",
+    "__version__",
+]
+
+_MODULES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CommitSpan": "spans",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "Logprob": "outputs",
+    "RequestFailedError": "output_processor",
+    "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
+    "RollspanError": "errors",
+    "SamplingParams": "sampling_params",
+    "SpanBuilder": "spans",
+    "VersionSpan": "spans",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("rollspan")
+        except PackageNotFoundError:
+            return "0.0.0+uninstalled"
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rollspan.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

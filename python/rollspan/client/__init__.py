@@ -1,0 +1,1 @@
+"""EngineCoreClient: the same calls over each kind of engine link."""
