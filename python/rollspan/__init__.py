@@ -54,12 +54,9 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from rollspan.version import __version__
 
-        try:
-            return version("rollspan")
-        except PackageNotFoundError:
-            return "0.0.0+uninstalled"
+        return __version__
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"rollspan.{_MODULES[name]}"), name)
