@@ -1,0 +1,36 @@
+//! The engine link: what frontends and engines say to each other. `PROTOCOL.md` beside this crate is its contract.
+//!
+//! Pure data: no I/O, no clock, no async. A message is read by [`decode_outputs`] or a type's `decode`, which are
+//! tolerant of shorter and longer arrays and strict about everything else, and written by the type's `encode`.
+//! [`encode_frame`], [`FrameHeader::parse`] and [`split_frame`] put payloads into frames and take them out.
+
+mod decoded;
+mod error;
+mod fields;
+mod framing;
+mod hello;
+mod logprobs;
+mod output;
+mod outputs;
+mod raw;
+mod reader;
+mod request;
+mod sampling_params;
+mod stats;
+mod writer;
+
+pub use decoded::Decoded;
+pub use error::{DecodeError, DecodeErrorKind, FrameError};
+pub use framing::{FrameHeader, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, encode_frame, split_frame};
+pub use hello::{ClientHello, Dead, EngineHello, Limits, MAGIC, ModelFacts, VERSION};
+pub use logprobs::{LogprobsLists, LogprobsRow};
+pub use output::{Admission, EngineCoreOutput, EngineError, FinishReason, OUTPUT_ELEMENTS, StopReason};
+pub use outputs::{
+    Batch, Body, ENVELOPE_ELEMENTS, EngineCoreOutputs, UtilityFailure, UtilityOutput, decode_outputs,
+    recover_request_ids,
+};
+pub use raw::RawValue;
+pub use reader::MAX_DEPTH;
+pub use request::{EngineCoreRequest, REQUEST_ELEMENTS, UtilityRequest, decode_abort, encode_abort};
+pub use sampling_params::SamplingParams;
+pub use stats::{PrefillStats, SchedulerStats};
