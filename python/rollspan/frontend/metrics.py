@@ -1,0 +1,182 @@
+"""Prometheus metrics of the frontend, fed by what passes over the engine link.
+
+Names, labels and buckets are vLLM's, under ``rollspan:``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineHello
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: Seconds.
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One open output sequence; times are ``time.monotonic`` seconds."""
+
+    prompt_tokens: int
+    arrival: float
+    last_token: float | None = None
+    last_commit: int | None = None
+    spans_update: bool = False
+
+
+class Metrics:
+    """Counters, gauges and histograms of one engine link."""
+
+    def __init__(self, hello: EngineHello, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._sequences: dict[str, _Sequence] = {}
+        self._running = self._gauge("num_requests_running", "Sequences in the running batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.")
+        self._cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._paused = self._gauge("paused", "1 while the scheduler is paused.")
+        self._commit = self._gauge("weight_commit", "Commit number of the weights in force.")
+        self._version = Gauge(
+            "rollspan:weight_version_info",
+            "1 for the label of the weights in force.",
+            ("model_name", "version"),
+            registry=self._registry,
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        success = self._counter_family("request_success", "Finished output sequences.", "finished_reason")
+        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._updates = self._counter_family("weight_updates", "Weight updates, by result.", "result")
+        self._spanning = self._counter(
+            "requests_spanning_update", "Output sequences whose tokens come from more than one commit."
+        )
+        self._decode_errors = self._counter_family("wire_decode_errors", "Messages that can't be decoded.", "reason")
+        self._skipped = self._counter("wire_skipped_fields", "Trailing elements that the decoder does not know.")
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TIME_TO_FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two pieces of one output.", INTER_TOKEN_BUCKETS
+        )
+        self._request = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_BUCKETS
+        )
+        self._paused.set(hello.paused)
+        self._set_weights(hello.weight_version, hello.weight_commit)
+
+    def request_added(self, request: EngineCoreRequest) -> None:
+        """A sequence goes to the engine."""
+        self._sequences[request.request_id] = _Sequence(len(request.prompt_token_ids), time.monotonic())
+
+    def requests_aborted(self, request_ids: list[str]) -> None:
+        """Sequences that end because their client is gone or somebody aborted them."""
+        for request_id in request_ids:
+            sequence = self._sequences.pop(request_id, None)
+            if sequence is not None:
+                self._finished(sequence, "abort", time.monotonic())
+
+    def outputs_received(self, message: EngineCoreOutputs) -> None:
+        """One message of the engine."""
+        if message.skipped_fields:
+            self._skipped.inc(message.skipped_fields)
+        if message.scheduler_stats is not None:
+            self._state_changed(message.scheduler_stats, message)
+        now = time.monotonic()
+        for output in message.outputs:
+            sequence = self._sequences.get(output.request_id)
+            if sequence is not None:
+                self._output_received(sequence, output, message.weight_commit, now)
+
+    def weight_update_ended(self, result: str) -> None:
+        """``result`` is ``success`` or ``failure``."""
+        self._updates.labels(self._model_name, result).inc()
+
+    def decode_failed(self, reason: str, count: int = 1) -> None:
+        """Messages of the engine could not be decoded."""
+        self._decode_errors.labels(self._model_name, reason).inc(count)
+
+    def link_ended(self) -> None:
+        """The engine is gone, and every open sequence with it."""
+        now = time.monotonic()
+        for sequence in self._sequences.values():
+            self._finished(sequence, "error", now)
+        self._sequences.clear()
+        self._running.set(0)
+        self._waiting.set(0)
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def _output_received(self, sequence: _Sequence, output: EngineCoreOutput, commit: int | None, now: float) -> None:
+        if output.new_token_ids:
+            self._generation_tokens.inc(len(output.new_token_ids))
+            if sequence.last_token is None:
+                self._prompt_tokens.inc(sequence.prompt_tokens)
+                self._first_token.observe(now - sequence.arrival)
+            else:
+                self._inter_token.observe(now - sequence.last_token)
+                sequence.spans_update = sequence.spans_update or commit != sequence.last_commit
+            sequence.last_token = now
+            sequence.last_commit = commit
+        if output.finish_reason is not None:
+            del self._sequences[output.request_id]
+            self._finished(sequence, str(output.finish_reason), now)
+
+    def _finished(self, sequence: _Sequence, reason: str, now: float) -> None:
+        if reason in self._success:
+            self._success[reason].inc()
+        self._request.observe(now - sequence.arrival)
+        if sequence.spans_update:
+            self._spanning.inc()
+
+    def _state_changed(self, stats: dict[str, Any], message: EngineCoreOutputs) -> None:
+        for gauge, key in (
+            (self._running, "num_running_reqs"),
+            (self._waiting, "num_waiting_reqs"),
+            (self._cache_usage, "kv_cache_usage"),
+            (self._paused, "paused"),
+        ):
+            value = stats.get(key)
+            if isinstance(value, (int, float)):
+                gauge.set(value)
+        self._set_weights(message.weight_version, message.weight_commit)
+
+    def _set_weights(self, version: str | None, commit: int | None) -> None:
+        if commit is not None:
+            self._commit.set(commit)
+        if version is not None:
+            self._version.clear()
+            self._version.labels(self._model_name, version).set(1)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        family = Gauge(f"rollspan:{name}", text, ("model_name",), registry=self._registry)
+        return family.labels(self._model_name)
+
+    def _counter_family(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"rollspan:{name}", text, ("model_name", label), registry=self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"rollspan:{name}", text, ("model_name",), registry=self._registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"rollspan:{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
+        return family.labels(self._model_name)

@@ -1,0 +1,178 @@
+"""One frontend process: binds, serves, connects to its engine, and shuts down in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from rollspan.async_llm import AsyncLLM
+from rollspan.client.framed import FramedClient
+from rollspan.errors import RollspanError
+from rollspan.frontend.app import build_app
+from rollspan.frontend.metered_client import MeteredClient
+from rollspan.frontend.metrics import Metrics
+from rollspan.frontend.state import FrontendOptions, FrontendState
+
+logger = logging.getLogger("rollspan.frontend")
+
+#: Seconds that an answer may take after its request was aborted at shutdown.
+FLUSH_SECONDS = 2
+#: Seconds that an idle connection stays open; long, so that clients' pools rarely meet a connection being closed.
+KEEP_ALIVE_SECONDS = 600
+BACKLOG = 2048
+
+
+class StartError(Exception):
+    """The frontend cannot start; the message is one readable line."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: `serve` decides when to exit and with which code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(options: FrontendOptions) -> int:
+    """Serves until SIGINT or SIGTERM.
+
+    Returns:
+        The exit code: 0, or 1 when the engine never became ready.
+
+    Raises:
+        StartError: the address cannot be bound.
+    """
+    listener = _bind(options.host, options.port)
+    if options.watch_stdin:
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+    state = FrontendState(options)
+    server = _Server(_uvicorn_config(state, options))
+    host, port = listener.getsockname()[:2]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    connecting = asyncio.create_task(_connect(state, options))
+    stopping = asyncio.create_task(stop.wait())
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _announce({"event": "listening", "address": address})
+    logger.info("listening on http://%s", address)
+    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if connecting.done() and not _became_ready(connecting):
+        code = 1
+    else:
+        if connecting.done():
+            _announce({"event": "ready"})
+        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+    await _shut_down(state, server, serving, options)
+    for task in (connecting, stopping):
+        task.cancel()
+    if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+        await connecting.result().shutdown()
+    return code
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _uvicorn_config(state: FrontendState, options: FrontendOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(state),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(options.shutdown_timeout) + 1 + FLUSH_SECONDS,
+    )
+
+
+async def _connect(state: FrontendState, options: FrontendOptions) -> AsyncLLM:
+    """Waits for the engine, and lets the routes have it."""
+    link = await FramedClient.connect(options.engine, options.engine_ready_timeout, name="python-frontend")
+    metrics = Metrics(link.hello, options.served_model_name or link.hello.model.name)
+    client = MeteredClient(link, metrics, lambda error: state.engine_failed(error))
+    llm = await AsyncLLM.from_client(client)
+    state.engine_ready(llm, link.hello, metrics)
+    logger.info("engine %d ready, serving %s", link.hello.engine_index, link.hello.model.name)
+    return llm
+
+
+def _became_ready(connecting: asyncio.Task[AsyncLLM]) -> bool:
+    error = connecting.exception()
+    if error is None:
+        return True
+    if not isinstance(error, RollspanError):
+        raise error
+    logger.error("%s", error.message)
+    return False
+
+
+async def _shut_down(
+    state: FrontendState, server: uvicorn.Server, serving: asyncio.Task[None], options: FrontendOptions
+) -> None:
+    """Refuses new work, waits for open requests, aborts those that take too long, and lets their answers out."""
+    logger.info("shutting down")
+    state.shut_down()
+    server.should_exit = True
+    await asyncio.wait((serving,), timeout=options.shutdown_timeout)
+    if not serving.done():
+        try:
+            aborted = await state.engine().llm.abort()
+            logger.info("aborted %d open requests", aborted)
+        except RollspanError as error:
+            logger.info("no requests to abort: %s", error.message)
+    await serving
+
+
+def _announce(event: dict[str, Any]) -> None:
+    """One JSON line for the process that started this one."""
+    sys.stdout.write(json.dumps(event, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+def _exit_with_parent() -> None:
+    """Ends this process as soon as the other end of stdin is closed: whoever started it is gone."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
