@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,6 @@ class AsyncLLM:
     """
 
     _engine: EngineProcess | None
-    _directory: tempfile.TemporaryDirectory[str] | None
 
     def __init__(
         self, model: str | os.PathLike[str] | None = None, *, startup_timeout: float = 600.0, **engine_config: Any
@@ -54,21 +52,19 @@ class AsyncLLM:
         Raises:
             FileNotFoundError: there is no such model.
             RollspanError: ``invalid_request`` naming a field of the configuration.
+            LaunchError: the process cannot be started.
         """
         # Frontends that are given a client need neither of these.
-        from rollspan.launcher import start_engine
+        from rollspan.launcher import private_directory, start_engine
 
         model_directory = models.resolve(None if model is None else os.fspath(model))
         config = EngineConfig(model=str(model_directory), **engine_config)
         self._set_up()
         self._startup_timeout = startup_timeout
-        directory = tempfile.TemporaryDirectory(prefix="rollspan-", ignore_cleanup_errors=True)
-        try:
-            self._engine = start_engine(config, Path(directory.name))
-        except BaseException:
-            directory.cleanup()
-            raise
-        self._directory = directory
+        with contextlib.ExitStack() as resources:
+            self._engine = start_engine(config, resources.enter_context(private_directory()))
+            resources.callback(self._engine.stop, STOP_SECONDS)
+            self._resources = resources.pop_all()
 
     @classmethod
     async def from_client(cls, client: EngineCoreClient) -> AsyncLLM:
@@ -83,7 +79,7 @@ class AsyncLLM:
         self._processor = OutputProcessor()
         self._client: EngineCoreClient | None = None
         self._engine = None
-        self._directory = None
+        self._resources = contextlib.ExitStack()
         self._startup_timeout = 0.0
         self._connecting = asyncio.Lock()
         self._closed = False
@@ -320,9 +316,4 @@ class AsyncLLM:
         return await (await self._ready()).call_utility(method, *args)
 
     async def _stop_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        directory, self._directory = self._directory, None
-        if engine is not None:
-            await asyncio.to_thread(engine.stop, STOP_SECONDS)
-        if directory is not None:
-            await asyncio.to_thread(directory.cleanup)
+        await asyncio.to_thread(self._resources.close)

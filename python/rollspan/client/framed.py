@@ -145,8 +145,6 @@ class FramedClient(EngineCoreClient):
                 received = self._frames.feed(await _read_some(self._reader))
         except RollspanError as error:
             self._end(error)
-        except OSError as error:
-            self._end(RollspanError(f"the engine link broke: {error}", reason="engine_dead"))
         except DecodeError as error:
             self.decode_errors[error.reason] += 1
             self._end(RollspanError(f"a message of the engine cannot be read: {error.message}", reason="decode_error"))
@@ -210,7 +208,10 @@ async def _open(path: Path, alive: Callable[[], bool]) -> tuple[asyncio.StreamRe
 
 
 async def _read_some(reader: asyncio.StreamReader) -> bytes:
-    data = await reader.read(READ_BYTES)
+    try:
+        data = await reader.read(READ_BYTES)
+    except OSError as error:
+        raise RollspanError(f"the engine link broke: {error}", reason="engine_dead") from None
     if not data:
         raise RollspanError("the engine closed the link: its process has ended", reason="engine_dead")
     return data
