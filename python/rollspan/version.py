@@ -1,4 +1,4 @@
-"""The release of this package. Its one source is the version of the Cargo workspace, from which installs take theirs."""
+"""The release of this package. Its one source is the Cargo workspace, from which an install takes its version."""
 
 from __future__ import annotations
 

@@ -1,0 +1,142 @@
+"""``rollspan serve`` and ``rollspan engine``: from arguments to running processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollspan.config import EngineConfig
+from rollspan.flags import LOG_LEVEL, Parser, add_engine_flags, add_frontend_flags, engine_config, frontend_arguments
+from rollspan.launcher import (
+    SOCKET_NAME,
+    Frontend,
+    LaunchError,
+    choose_frontend,
+    engine_command,
+    engine_environment,
+    private_directory,
+    start_engine,
+    start_process,
+)
+from rollspan.supervisor import Supervisor
+from rollspan.version import __version__
+
+SERVE_EPILOG = """\
+examples:
+  rollspan serve                                       the embedded model, on http://127.0.0.1:8000
+  rollspan serve ./qwen --dtype bfloat16 --port 9000   a Hugging Face causal LM from a directory
+  rollspan serve ./qwen --weights-root /checkpoints    ... whose weights may be updated from below /checkpoints
+
+ask it for a rollout, in another terminal:
+  curl http://127.0.0.1:8000/inference/v1/generate -H 'Content-Type: application/json' \\
+    -d '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16}}'
+
+Ctrl-C stops it; a second Ctrl-C at once.
+"""
+
+ENGINE_EPILOG = """\
+examples:
+  rollspan engine ./qwen --socket /run/rollspan/engine-0.sock
+  rollspan-http --engine /run/rollspan/engine-0.sock --port 8000      its frontend, started apart
+"""
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Runs ``rollspan serve``: an engine and an HTTP server until a signal; returns the exit code."""
+    parser = Parser(
+        prog="rollspan serve",
+        description="Start an engine and an HTTP server on it, and watch over both.",
+        epilog=SERVE_EPILOG,
+    )
+    add_engine_flags(parser)
+    add_frontend_flags(parser)
+    flags = vars(parser.parse_args(arguments))
+    config = engine_config(parser, flags)
+    try:
+        frontend = choose_frontend(flags["frontend"], __version__)
+        say(f"model: {config.model}" + ("" if "model" in flags else " (embedded; give a MODEL to serve yours)"))
+        say(f"frontend: {frontend.kind} ({frontend.reason})")
+        with private_directory() as directory:
+            return _supervise(config, frontend, flags, directory)
+    except LaunchError as error:
+        say(f"error: {error}")
+        return 1
+
+
+def _supervise(config: EngineConfig, frontend: Frontend, flags: Mapping[str, Any], directory: Path) -> int:
+    command = [*frontend.command, "--engine", str(directory / SOCKET_NAME), "--watch-stdin"]
+    command += frontend_arguments(flags)
+    supervisor = Supervisor(
+        Banner(config, frontend, events=flags["events"]), shutdown_timeout=flags["shutdown_timeout"]
+    )
+    failure = supervisor.run(
+        partial(
+            start_engine,
+            config,
+            directory,
+            log_level=flags["log_level"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ),
+        partial(start_process, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE),
+    )
+    if failure is not None:
+        say(f"error: {failure.message}")
+        return failure.exit_code
+    say("stopped")
+    return 0
+
+
+def engine(arguments: Sequence[str]) -> int:
+    """Runs ``rollspan engine``: this process becomes an engine that listens on the given socket."""
+    parser = Parser(
+        prog="rollspan engine",
+        description="Run an engine alone, for a frontend that is started apart.",
+        epilog=ENGINE_EPILOG,
+    )
+    parser.add_argument("--socket", metavar="PATH", type=Path, required=True, help="Unix socket to listen on")
+    parser.add_argument("--log-level", **LOG_LEVEL)
+    add_engine_flags(parser)
+    flags = vars(parser.parse_args(arguments))
+    config = engine_config(parser, flags)
+    command = engine_command(config, flags["socket"], flags["log_level"])
+    os.execve(command[0], command, engine_environment(config))
+
+
+class Banner:
+    """Tells the user, and on ``--events`` a program, what the server is up to."""
+
+    def __init__(self, config: EngineConfig, frontend: Frontend, *, events: bool) -> None:
+        self._config = config
+        self._frontend = frontend
+        self._events = events
+        self._address = ""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Reports one event of the supervisor."""
+        self._address = event.get("address", self._address)
+        url = f"http://{self._address}"
+        if self._events:
+            print(json.dumps({"event": event["event"], "url": url}), flush=True)
+        if event["event"] == "ready":
+            say(self._ready_text(event, url))
+
+    def _ready_text(self, event: Mapping[str, Any], url: str) -> str:
+        name = self._config.served_model_name or Path(self._config.model).name
+        place = f" ({event['dtype']} on {event['device']})" if "device" in event else ""
+        return f"""\
+ready: {name}{place} at {url} through the {self._frontend.kind} frontend
+  try:  curl {url}/inference/v1/generate -H 'Content-Type: application/json' \\
+          -d '{{"token_ids": [1, 2, 3], "sampling_params": {{"max_tokens": 16}}}}'
+  stop: Ctrl-C"""
+
+
+def say(text: str) -> None:
+    """Prints to stderr, where a server's log goes."""
+    print(f"rollspan: {text}", file=sys.stderr, flush=True)
