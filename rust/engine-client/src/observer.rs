@@ -1,0 +1,42 @@
+//! What the link tells a metrics collector.
+
+use std::time::Duration;
+
+use rollspan_protocol::FinishReason;
+
+/// One output sequence that ended.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Finished {
+    /// How it ended; `Abort` also when its client went away.
+    pub reason: FinishReason,
+    /// Time since it was submitted.
+    pub elapsed: Duration,
+    /// Whether its tokens were sampled by more than one weight commit.
+    pub spans_update: bool,
+}
+
+/// Gets the events of the link; called on the reader's task, so every method must be quick and must not block.
+pub trait Observer: Send + Sync + 'static {
+    /// The first new tokens of an output sequence: the length of its prompt, and the time since it was submitted.
+    fn first_tokens(&self, count: usize, prompt_tokens: usize, waited: Duration);
+    /// More new tokens of an output sequence, and the time since those before.
+    fn more_tokens(&self, count: usize, waited: Duration);
+    /// An output sequence ended.
+    fn finished(&self, finished: Finished);
+    /// A message was refused, with the stable reason of the decode error.
+    fn decode_error(&self, reason: &'static str);
+    /// A message had this many elements that this version does not know.
+    fn skipped_fields(&self, count: u64);
+}
+
+/// Observes nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoObserver;
+
+impl Observer for NoObserver {
+    fn first_tokens(&self, _: usize, _: usize, _: Duration) {}
+    fn more_tokens(&self, _: usize, _: Duration) {}
+    fn finished(&self, _: Finished) {}
+    fn decode_error(&self, _: &'static str) {}
+    fn skipped_fields(&self, _: u64) {}
+}
