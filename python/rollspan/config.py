@@ -44,7 +44,7 @@ class EngineConfig:
     weight_version: str | None = _option(None, "label of the weights at start (default: the label 'default')")
     weights_root: str | None = _option(None, "directory under which weight updates may be read (none: updates refused)")
     num_threads: int | None = _option(None, "compute threads (default: physical cores minus one, at least 1)")
-    seed: int = _option(0, "seed for requests that bring none; with it a restarted engine repeats its samples")
+    seed: int | None = _option(None, "seed for requests that bring none (default: a random one for each)")
     engine_index: int = _option(0, "rank of this engine", hidden=True)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,6 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("block_size", 1),
             ("max_logprobs", 0),
-            ("seed", 0),
             ("engine_index", 0),
         ):
             self._check(name, is_int(getattr(self, name), low, 2**63 - 1), f"an integer of at least {low}")
@@ -61,6 +60,9 @@ class EngineConfig:
             value = getattr(self, name)
             least = 2 if name == "max_model_len" else 1
             self._check(name, value is None or is_int(value, least, 2**63 - 1), f"an integer of at least {least}")
+        self._check("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), f"an integer from 0 to {2**63 - 1}")
+        enough = self.max_num_batched_tokens >= self.max_num_seqs
+        self._check("max_num_batched_tokens", enough, f"at least max_num_seqs ({self.max_num_seqs})")
         self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._check("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
         kind, _, number = self.device.partition(":")

@@ -86,9 +86,7 @@ def shown(value: Any) -> str:
 def wrong_value(path: str, allowed: str, value: Any, index: int | None = None) -> RollspanError:
     """The error for a field outside its range: ``{path} must be {allowed}, got {value}[ at index {i}]``."""
     place = "" if index is None else f" at index {index}"
-    return RollspanError(
-        f"{path} must be {allowed}, got {shown(value)}{place}", reason="invalid_request", param=path
-    )
+    return RollspanError(f"{path} must be {allowed}, got {shown(value)}{place}", reason="invalid_request", param=path)
 
 
 LABEL_ALLOWED = "a string of 1 to 256 bytes without control characters or an integer"

@@ -161,9 +161,8 @@ class SamplingParams:
                 raise wrong_value(f"{PATH}.{name}", rule.allowed, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise wrong_value(f"{PATH}.min_tokens", RULES["min_tokens"].allowed, self.min_tokens)
-        if not isinstance(self.stop_token_ids, (list, tuple)) or not all(
-            is_int(token, 0, 2**32 - 1) for token in self.stop_token_ids
-        ):
+        ids: Any = self.stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(is_int(token, 0, 2**32 - 1) for token in ids):
             raise wrong_value(f"{PATH}.stop_token_ids", "a list of token ids", self.stop_token_ids)
         if self.logprobs is not None and not is_int(self.logprobs, -1, MAX_INT64):
             raise wrong_value(f"{PATH}.logprobs", "an integer of at least -1", self.logprobs)
@@ -254,6 +253,12 @@ class SamplingParams:
             eos_token_id=eos,
             all_stop_token_ids=tuple(sorted({*stop, *eos_token_ids})),
         )
+
+    def clamp(self, room: int) -> SamplingParams:
+        """These parameters with max_tokens, and min_tokens with it, at most ``room``: what an engine has left."""
+        if self.max_tokens is not None and self.max_tokens <= room:
+            return self
+        return dataclasses.replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     def to_wire(self) -> dict[str, Any]:
         """The sparse map of EngineCoreRequest: the keys that differ from the wire's defaults."""

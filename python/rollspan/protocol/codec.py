@@ -40,6 +40,14 @@ def _fail(reason: str, message: str) -> NoReturn:
     raise DecodeError(reason, message)
 
 
+class RequestRefusedError(RollspanError):
+    """A well-formed EngineCoreRequest that asks for what is not allowed; ``request_id`` says which."""
+
+    def __init__(self, request_id: str, error: RollspanError) -> None:
+        super().__init__(error.message, reason=error.reason, param=error.param)
+        self.request_id = request_id
+
+
 def _unpack(payload: bytes) -> Any:
     def refuse_pickle(code: int, data: bytes) -> Any:
         if code != EXT_RAW:
@@ -170,24 +178,30 @@ def decode_request(payload: bytes) -> m.EngineCoreRequest:
 
     Raises:
         DecodeError: the message is not well formed.
-        RollspanError: it is, but asks for what is not allowed or not supported.
+        RequestRefusedError: it is, but asks for what is not allowed or not supported.
     """
     row = _array(_unpack(payload), "EngineCoreRequest", 9)
     for element in (*row[2:3], *row[4:5], *row[6:7], *row[9:]):
         _shallow(element, 2)
     row = row + list(_REQUEST_DEFAULTS[len(row) - 9 :]) if len(row) < 22 else row
     request_id = _text(row[0], "request_id")
+    try:
+        return _decode_request(request_id, row)
+    except RollspanError as error:
+        raise RequestRefusedError(request_id, error) from None
+
+
+def _decode_request(request_id: str, row: list[Any]) -> m.EngineCoreRequest:
     for index, name in _REQUEST_UNSUPPORTED.items():
         if row[index]:
             raise RollspanError(f"{name} is not supported", reason="unsupported_field", param=name)
-    if row[1] is None:
-        raise RollspanError("prompt_token_ids is required", reason="invalid_request", param="prompt_token_ids")
+    for index, name in ((1, "prompt_token_ids"), (3, "sampling_params")):
+        if row[index] is None:
+            raise RollspanError(f"{name} is required", reason="invalid_request", param=name)
     optional_text = {
         name: None if row[index] is None else _text(row[index], name)
         for index, name in ((7, "cache_salt"), (16, "external_req_id"), (20, "session_id"))
     }
-    if row[3] is None:
-        raise RollspanError("sampling_params is required", reason="invalid_request", param="sampling_params")
     return m.EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=_token_ids(row[1], "prompt_token_ids"),

@@ -1,0 +1,1 @@
+"""EngineCore: scheduler, KV cache, model runner, sampler and weights. Knows no client or frontend."""

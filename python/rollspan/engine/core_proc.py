@@ -1,0 +1,207 @@
+"""The engine process: ``python -m rollspan.engine.core_proc --socket PATH --config JSON [--watch-stdin]``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from rollspan.config import EngineConfig
+from rollspan.engine.link import Link, Said
+from rollspan.errors import RollspanError
+from rollspan.protocol import messages as m
+from rollspan.protocol.codec import RequestRefusedError
+from rollspan.protocol.framing import FrameKind
+
+if TYPE_CHECKING:
+    from rollspan.engine.core import EngineCore
+
+logger = logging.getLogger("rollspan.engine")
+
+_CLOSE_TIMEOUT = 1.0
+
+
+class StopSignalError(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+class EngineProcess:
+    """Owns the listening socket, the links and the loop around one EngineCore."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inbox: queue.SimpleQueue[Said | socket.socket | None] = queue.SimpleQueue()
+        self._links: dict[int, Link] = {}
+        self._greeted: set[int] = set()
+        self._next_index = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        old_mask = os.umask(0o177)
+        try:
+            self._listener.bind(str(path))
+        finally:
+            os.umask(old_mask)
+        self._listener.listen(16)
+
+    def serve(self, core: EngineCore) -> None:
+        """Runs the core until a signal arrives.
+
+        Raises:
+            StopSignalError: SIGINT or SIGTERM.
+        """
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        while True:
+            self._receive(core)
+            for client_index, message in core.step():
+                link = self._links.get(client_index)
+                if link is not None:
+                    link.send(FrameKind.OUTPUTS, message)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                self._inbox.put(self._listener.accept()[0])
+
+    def _receive(self, core: EngineCore) -> None:
+        """Applies all that has arrived; waits for something when the core has nothing to do."""
+        block = not core.has_work()
+        while True:
+            try:
+                item = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if item is None:
+                raise StopSignalError
+            if isinstance(item, socket.socket):
+                self._links[self._next_index] = Link(item, self._next_index, self._inbox.put)
+                self._next_index += 1
+            else:
+                self._apply(core, *item)
+
+    def _apply(self, core: EngineCore, link: Link, message: object) -> None:
+        if message is None:
+            self._links.pop(link.index, None)
+            core.remove_client(link.index)
+        elif isinstance(message, m.ClientHello):
+            link.send(FrameKind.ENGINE_HELLO, core.hello())
+            core.add_client(link.index)
+            self._greeted.add(link.index)
+        elif link.index not in self._greeted:
+            logger.error("frontend %d did not say hello first: closing its link", link.index)
+            link.abandon()
+        elif isinstance(message, m.EngineCoreRequest):
+            message.client_index = link.index
+            core.add_request(message)
+        elif isinstance(message, RequestRefusedError):
+            core.refuse_request(link.index, message.request_id, message)
+        elif isinstance(message, list):
+            core.abort_requests(message)
+        elif isinstance(message, m.UtilityCall):
+            core.call_utility(link.index, message)
+
+    def stop(self, *_: object) -> None:
+        """Ends :meth:`serve`; safe to call from a signal handler."""
+        self._inbox.put(None)
+
+    def close(self, notice: m.DeadNotice) -> None:
+        """Tells every frontend, also those that still wait for a hello, and removes the socket."""
+        self._listener.setblocking(False)
+        with contextlib.suppress(OSError):
+            while True:
+                self._links[self._next_index] = Link(self._listener.accept()[0], self._next_index, lambda _: None)
+                self._next_index += 1
+        for link in self._links.values():
+            link.send(FrameKind.DEAD, notice)
+        for link in list(self._links.values()):
+            link.close(_CLOSE_TIMEOUT)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _watch_stdin(path: Path) -> None:
+    """Ends this process when the parent, which holds the other end of stdin, is gone.
+
+    The parent cannot tidy up any more, so its private directory goes as well, once it is empty.
+    """
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+    os._exit(0)
+
+
+def _raise_stopped(_: int, __: FrameType | None) -> NoReturn:
+    raise StopSignalError
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"rollspan engine: {text}\n")
+    sys.stderr.flush()
+
+
+def run(path: Path, config: EngineConfig) -> int:
+    """Binds the socket, loads the model and serves it; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_stopped)
+    process = EngineProcess(path)
+    code, notice = 0, m.DeadNotice("shutting_down", "the engine is shutting down")
+    try:
+        from rollspan.engine.core import EngineCore  # imports torch: the socket is bound by now
+
+        core = EngineCore(config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, process.stop)
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the process: keep the collector off them
+        logger.info("serving %s from %s", core.hello().model.name, config.model)
+        process.serve(core)
+    except StopSignalError:
+        pass
+    except RollspanError as error:
+        code, notice = 1, m.DeadNotice("engine_dead", error.message)
+        _complain(error.message)
+    except Exception as error:
+        logger.exception("the engine has failed")
+        code, notice = 1, m.DeadNotice("engine_dead", f"the engine has failed: {type(error).__name__}: {error}")
+        _complain(notice.message)
+    process.close(notice)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the engine process."""
+    parser = argparse.ArgumentParser(prog="rollspan engine", description="One EngineCore behind a Unix socket.")
+    parser.add_argument("--socket", required=True, type=Path, help="path of the Unix socket to listen on")
+    parser.add_argument("--config", required=True, help="EngineConfig as a JSON object")
+    parser.add_argument("--watch-stdin", action="store_true", help="end when standard input ends (held by the parent)")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if args.watch_stdin:
+        threading.Thread(target=_watch_stdin, args=(args.socket,), name="watch-stdin", daemon=True).start()
+    try:
+        return run(args.socket, EngineConfig.from_json(args.config))
+    except RollspanError as error:
+        _complain(error.message)
+        return 2
+    except OSError as error:
+        _complain(f"cannot listen on {args.socket}: {error.strerror or error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Loading a Hugging Face causal LM from a directory, or saying clearly why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rollspan.config import EngineConfig
+from rollspan.engine import attention
+from rollspan.errors import RollspanError
+from rollspan.protocol.messages import ModelFacts
+
+#: Kinds of layers that the paged attention computes; models with others are refused by name.
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def _refuse(message: str) -> RollspanError:
+    return RollspanError(message, reason="weights_invalid", param="model")
+
+
+def select_device(name: str) -> torch.device:
+    """``auto`` becomes cuda where there is a GPU, else cpu.
+
+    Raises:
+        RollspanError: the device does not exist.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise RollspanError(f"device {name} does not exist on this machine", reason="invalid_request", param="device")
+    return device
+
+
+def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, ModelFacts]:
+    """Loads ``config.model`` with the paged attention selected.
+
+    Returns:
+        The model in evaluation mode on ``device``, and what clients are told of it.
+
+    Raises:
+        RollspanError: ``weights_invalid`` for a missing or broken directory, missing or unexpected tensors, or a
+            kind of model that the engine cannot compute.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    directory = Path(config.model)
+    if not (directory / "config.json").is_file():
+        raise _refuse(f"model {config.model!r} is no directory with a config.json")
+    try:
+        model_config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        _check_layers(model_config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        model: PreTrainedModel = loaded[0]
+        report: dict[str, Any] = loaded[1]
+    except RollspanError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, json.JSONDecodeError) as error:
+        raise _refuse(f"model {config.model!r} cannot be loaded: {_first_line(error)}") from error
+    problems = {key: sorted(map(str, report.get(key) or ())) for key in ("missing_keys", "mismatched_keys")}
+    for kind, names in problems.items():
+        if names:
+            listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise _refuse(f"model {config.model!r} has {kind.replace('_keys', '')} tensors: {listed}")
+    model.to(device)  # type: ignore[arg-type]
+    model.requires_grad_(False)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model, _facts(config, directory, model, device)
+
+
+def _check_layers(config: PretrainedConfig) -> None:
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if foreign:
+        raise _refuse(
+            f"{type(config).__name__} has layers of type {', '.join(foreign)}; "
+            f"supported are {', '.join(sorted(LAYER_TYPES))}"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse(f"{type(config).__name__} is an encoder-decoder model; only decoders are supported")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def eos_token_ids(directory: Path, model_config: PretrainedConfig) -> list[int]:
+    """EOS ids of generation_config.json, else of config.json; the main one first, none if there is none."""
+    eos = None
+    if (directory / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    if eos is None:
+        eos = getattr(model_config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        return []
+    return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
+
+
+def _facts(config: EngineConfig, directory: Path, model: PreTrainedModel, device: torch.device) -> ModelFacts:
+    return ModelFacts(
+        name=config.served_model_name or directory.resolve().name,
+        architecture=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        eos_token_ids=eos_token_ids(directory, model.config),
+    )

@@ -1,0 +1,116 @@
+"""Weights from a directory of safetensors (one file, several, or shards with an index) under an allowed root."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rollspan.errors import RollspanError, shown
+
+INDEX = "model.safetensors.index.json"
+PARAM = "update_info.path"
+
+
+def _invalid(message: str, param: str = PARAM) -> RollspanError:
+    return RollspanError(message, reason="weights_invalid", param=param)
+
+
+def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
+    """The directory that ``update_info`` names: absolute under ``root``, or relative to it; links are followed first.
+
+    Raises:
+        RollspanError: ``weights_invalid`` or ``unsupported_field``, naming the field.
+    """
+    for key, value in info.items():
+        if key != "path" and value is not None:
+            raise RollspanError(
+                f"update_info.{key} is not supported yet: leave it out, got {shown(value)}",
+                reason="unsupported_field",
+                param=f"update_info.{key}",
+            )
+    path = info.get("path")
+    if path is None:
+        raise _invalid(f"{PARAM} is required")
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise _invalid(f"{PARAM} must be the path of a directory of safetensors, got {shown(path)}")
+    if root is None:
+        raise _invalid("weight updates from disk are off: start the server with --weights-root DIR")
+    try:
+        base = root.resolve(strict=True)
+        directory = (base / path).resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise _invalid(f"{PARAM} {shown(path)} cannot be found: {type(error).__name__}") from None
+    if not directory.is_relative_to(base):
+        raise _invalid(f"{PARAM} {shown(path)} is outside --weights-root {base}")
+    if not directory.is_dir():
+        raise _invalid(f"{PARAM} {shown(path)} is no directory")
+    return directory
+
+
+def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Safetensors files of the directory, and tensor name -> file name where there is an index."""
+    index = directory / INDEX
+    weight_map: dict[str, str] | None = None
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise _invalid(f"{index.name} holds no weight_map of tensor names to file names") from None
+    elif (directory / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise _invalid(f"{directory} holds no safetensors files")
+    files = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise _invalid(f"{index.name} names {shown(name)}, which is no safetensors file of the directory")
+        file = (directory / name).resolve()
+        if not file.is_relative_to(root.resolve()):
+            raise _invalid(f"{directory / name} leads outside --weights-root")
+        if not file.is_file():
+            raise _invalid(f"{directory / name} does not exist")
+        files.append(file)
+    return files, weight_map
+
+
+def read_tensors(info: Mapping[str, Any], root: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every tensor of the directory once, by name, in memory of its own: the files may vanish afterwards.
+
+    Args:
+        info: ``update_info`` of the request: ``{"path": str}``.
+        root: directory under which paths must lie; None refuses all.
+
+    Raises:
+        RollspanError: ``weights_invalid`` for a path outside, a missing or broken file, or a tensor that the index
+            promises and no file holds.
+    """
+    directory = resolve_directory(info, root)
+    assert root is not None
+    files, weight_map = _files(directory, root)
+    seen: set[str] = set()
+    for file in files:
+        for name, tensor in _read_file(file):
+            if name in seen:
+                raise _invalid(f"tensor {name!r} is in more than one file of {directory}")
+            seen.add(name)
+            yield name, tensor
+    missing = sorted(set(weight_map or ()) - seen)
+    if missing:
+        raise _invalid(f"the index promises {missing[0]!r} ({len(missing)} missing in all), but no file holds it")
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (the handle is no mapping)
+                yield name, tensors.get_tensor(name).clone()
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _invalid(f"{file.name} cannot be read as safetensors: {error}") from None
