@@ -1,0 +1,165 @@
+//! One output sequence: what the engine said so far, and what its reader has not seen.
+
+use rollspan_protocol::{Admission, EngineCoreOutput, FinishReason, LogprobsLists, StopReason};
+
+use crate::error::{ApiError, Reason};
+use crate::spans::SpanBuilder;
+
+/// One output sequence. The engine's outputs are pushed; a reader takes everything since its last visit, so that a slow
+/// reader gets fewer and larger deltas and memory is bounded by the length of the output.
+#[derive(Debug, Clone, Default)]
+pub struct Choice {
+    index: usize,
+    wants_logprobs: bool,
+    token_ids: Vec<u32>,
+    logprobs: LogprobsLists,
+    spans: SpanBuilder,
+    admission: Option<Admission>,
+    cached_tokens: u64,
+    finish_reason: Option<FinishReason>,
+    stop_reason: Option<StopReason>,
+    taken: usize,
+    finish_taken: bool,
+}
+
+/// What a reader takes of a sequence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Delta {
+    /// Position of the first token in the output.
+    pub start: usize,
+    /// Tokens since the last delta.
+    pub token_ids: Vec<u32>,
+    /// Their log-probs.
+    pub logprobs: LogprobsLists,
+}
+
+impl Choice {
+    /// Sequence number `index` of its request.
+    pub fn new(index: usize, wants_logprobs: bool) -> Self {
+        Self { index, wants_logprobs, ..Self::default() }
+    }
+
+    /// Takes what one step produced; `version` and `commit` are those of the message that it came in.
+    ///
+    /// # Errors
+    /// The engine failed on the sequence, or log-probs were asked for and did not come. The sequence has then ended, with the
+    /// tokens that it had.
+    pub fn push(
+        &mut self,
+        output: EngineCoreOutput,
+        version: Option<&str>,
+        commit: Option<u64>,
+    ) -> Result<(), ApiError> {
+        if self.finished() {
+            return Ok(());
+        }
+        if output.admission.is_some() {
+            self.admission = output.admission;
+        }
+        if let Some(stats) = output.prefill_stats {
+            self.cached_tokens = stats.num_cached_tokens;
+        }
+        if output.finish_reason == Some(FinishReason::Error) {
+            self.finish_reason = output.finish_reason;
+            return Err(output.error.as_ref().map_or_else(
+                || ApiError::new(Reason::EngineError, "the engine ended the request with an error"),
+                ApiError::from,
+            ));
+        }
+        let count = output.new_token_ids.len();
+        if self.wants_logprobs && count > 0 {
+            let rows = output.new_logprobs.as_ref().map_or(0, LogprobsLists::positions);
+            let width = output.new_logprobs.as_ref().map_or(0, |lists| lists.width);
+            let fits = self.logprobs.positions() == 0 || self.logprobs.width == width;
+            if rows != count || !fits {
+                self.finish_reason = Some(FinishReason::Error);
+                let message = format!("the engine sent {count} tokens with {rows} log-probs");
+                return Err(ApiError::new(Reason::DecodeError, message));
+            }
+            if let Some(lists) = output.new_logprobs {
+                self.logprobs.extend(&lists);
+            }
+        }
+        self.token_ids.extend(output.new_token_ids);
+        self.spans.push(version, commit, count);
+        if output.finish_reason.is_some() {
+            self.finish_reason = output.finish_reason;
+            self.stop_reason = output.stop_reason;
+        }
+        Ok(())
+    }
+
+    /// Ends the sequence from outside with what it has; later outputs of the engine are ignored.
+    pub fn abort(&mut self) {
+        if !self.finished() {
+            self.finish_reason = Some(FinishReason::Abort);
+        }
+    }
+
+    /// Whether the sequence has ended.
+    pub fn finished(&self) -> bool {
+        self.finish_reason.is_some()
+    }
+
+    /// Whether there is something that the reader has not taken: tokens, or the end.
+    pub fn unread(&self) -> bool {
+        !self.token_ids.is_empty() || (self.finished() && !self.finish_taken)
+    }
+
+    /// Moves everything since the last call to the reader; `None` when there is nothing.
+    pub fn take(&mut self) -> Option<Delta> {
+        if !self.unread() {
+            return None;
+        }
+        let start = self.taken;
+        let token_ids = std::mem::take(&mut self.token_ids);
+        self.taken += token_ids.len();
+        self.finish_taken = self.finished();
+        Some(Delta { start, token_ids, logprobs: std::mem::take(&mut self.logprobs) })
+    }
+
+    /// Which sequence of its request.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Tokens that the reader has not taken: all of them when it takes none before the end.
+    pub fn token_ids(&self) -> &[u32] {
+        &self.token_ids
+    }
+
+    /// Log-probs of [`Choice::token_ids`], when asked for.
+    pub fn logprobs(&self) -> Option<&LogprobsLists> {
+        self.wants_logprobs.then_some(&self.logprobs)
+    }
+
+    /// Which weights sampled which token of the whole output.
+    pub fn spans(&self) -> &SpanBuilder {
+        &self.spans
+    }
+
+    /// Number of tokens of the whole output.
+    pub fn tokens(&self) -> usize {
+        self.spans.tokens()
+    }
+
+    /// Weights in force when the sequence entered the scheduler.
+    pub fn admission(&self) -> Option<&Admission> {
+        self.admission.as_ref()
+    }
+
+    /// Tokens of the prompt that came from the prefix cache.
+    pub fn cached_tokens(&self) -> u64 {
+        self.cached_tokens
+    }
+
+    /// Why the sequence ended.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finish_reason
+    }
+
+    /// What stopped it.
+    pub fn stop_reason(&self) -> Option<&StopReason> {
+        self.stop_reason.as_ref()
+    }
+}
