@@ -57,7 +57,7 @@ class FrontendState:
         self.started = int(time.time())
         self.open_requests = 0
         self._engine: Engine | None = None
-        self._failure: RollspanError | None = None
+        self._failure: str | None = None
         self._shutting_down = False
         self._logged_names: set[str] = set()
 
@@ -68,8 +68,8 @@ class FrontendState:
         self._engine = Engine(llm, dataclasses.replace(hello, model=served), root, metrics)
 
     def engine_failed(self, error: RollspanError) -> None:
-        """The engine died, or never came up."""
-        self._failure = self._failure or error
+        """The link to the engine has ended: from now on requests find a dead engine, whatever ended it."""
+        self._failure = self._failure or error.message
 
     def shut_down(self) -> None:
         """From now on new requests are refused and /health says so."""
@@ -82,7 +82,7 @@ class FrontendState:
             RollspanError: ``engine_starting``.
         """
         if self._engine is None:
-            raise self._failure or RollspanError("the engine is still starting", reason="engine_starting")
+            raise RollspanError("the engine is still starting", reason="engine_starting")
         return self._engine
 
     def live_engine(self) -> Engine:
@@ -94,7 +94,7 @@ class FrontendState:
         if self._shutting_down:
             raise RollspanError("the server is shutting down", reason="shutting_down")
         if self._failure is not None:
-            raise self._failure
+            raise RollspanError(self._failure, reason="engine_dead")
         return self.engine()
 
     @contextmanager
