@@ -103,13 +103,13 @@ def start_process(
 
 
 def stop_process(process: subprocess.Popen[bytes], timeout: float) -> int:
-    """Sends SIGTERM, waits ``timeout`` seconds, then kills; closes the child's stdin; returns the exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
+    """Sends SIGTERM, waits ``timeout`` seconds, then kills what is left of the child's session; returns the exit code."""
+    process.terminate()
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
     finally:
         if process.stdin is not None:

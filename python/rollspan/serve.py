@@ -125,13 +125,12 @@ class Banner:
         if self._events:
             print(json.dumps({"event": event["event"], "url": url}), flush=True)
         if event["event"] == "ready":
-            say(self._ready_text(event, url))
+            say(self._ready_text(url))
 
-    def _ready_text(self, event: Mapping[str, Any], url: str) -> str:
+    def _ready_text(self, url: str) -> str:
         name = self._config.served_model_name or Path(self._config.model).name
-        place = f" ({event['dtype']} on {event['device']})" if "device" in event else ""
         return f"""\
-ready: {name}{place} at {url} through the {self._frontend.kind} frontend
+ready: {name} at {url} through the {self._frontend.kind} frontend
   try:  curl {url}/inference/v1/generate -H 'Content-Type: application/json' \\
           -d '{{"token_ids": [1, 2, 3], "sampling_params": {{"max_tokens": 16}}}}'
   stop: Ctrl-C"""

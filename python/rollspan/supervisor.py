@@ -126,8 +126,8 @@ class Child:
 class Supervisor:
     """Starts both processes and watches them until a signal or the end of one of them.
 
-    ``report`` is called with the frontend's events, ``{"event": "listening", "address": "HOST:PORT"}`` and ``{"event":
-    "ready"}``, joined to what the engine has said about itself.
+    ``report`` is called with the frontend's events: ``{"event": "listening", "address": "HOST:PORT"}`` and ``{"event":
+    "ready"}``.
     """
 
     def __init__(self, report: Report, *, shutdown_timeout: float) -> None:
@@ -135,7 +135,6 @@ class Supervisor:
         self._shutdown_timeout = shutdown_timeout
         self._events: Events = queue.SimpleQueue()
         self._children: list[Child] = []
-        self._engine_facts: Mapping[str, Any] = {}
         self._ready = False
 
     def run(
@@ -169,11 +168,8 @@ class Supervisor:
             if event.kind == "exit":
                 failed = engine if event.source == engine.name else frontend
                 return self._fail(failed)
-            if event.source == engine.name:
-                self._engine_facts = event.data
-            else:
-                self._ready = self._ready or event.kind == "ready"
-                self._report({**self._engine_facts, **event.data})
+            self._ready = self._ready or event.kind == "ready"
+            self._report(event.data)
 
     def _stop(self, frontend: Child, engine: Child) -> Failure | None:
         """The frontend first, which lets open requests end, then the engine; another signal ends both at once."""
