@@ -216,14 +216,13 @@ async fn calls_may_be_answered_in_any_order() {
 #[tokio::test]
 async fn a_failed_call_carries_the_engines_reason() {
     let (client, mut link, _engine) = pair().await;
+    let failure = UtilityFailure { message: "already active".to_owned(), reason: Some("update_active".to_owned()) };
     let engine = async {
         let call = link.call().await;
-        let failure = UtilityFailure { message: "already active".to_owned(), reason: Some("update_active".to_owned()) };
-        link.answer(call.call_id, Err(failure)).await;
+        link.answer(call.call_id, Err(failure.clone())).await;
     };
     let (failed, ()) = tokio::join!(client.call("start_weight_update", vec![]), engine);
-    let message = "already active".to_owned();
-    assert_eq!(failed, Err(CallError::Failed { message, reason: Some("update_active".to_owned()) }));
+    assert_eq!(failed, Err(CallError::Failed(failure)));
 }
 
 #[tokio::test]

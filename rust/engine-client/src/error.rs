@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use rollspan_protocol::{DecodeError, EngineError, FrameError};
+use rollspan_protocol::{DecodeError, EngineError, FrameError, UtilityFailure};
 use thiserror::Error;
 
 /// Why an engine is gone. Every request and call that was open gets a copy.
@@ -98,25 +98,12 @@ pub enum RequestError {
 #[non_exhaustive]
 pub enum CallError {
     /// The engine answered with a failure.
-    #[error("{message}")]
-    Failed {
-        /// The engine's words.
-        message: String,
-        /// Stable reason, a key of the error table, when the engine gave one.
-        reason: Option<String>,
-    },
+    #[error("{}", .0.message)]
+    Failed(UtilityFailure),
     /// The engine is gone.
     #[error(transparent)]
     Dead(#[from] Death),
     /// The call does not fit into a frame.
     #[error("the call is too large for the engine link: {0}")]
     TooLarge(FrameError),
-    /// The result has another type than the method's.
-    #[error("the engine answered {method} with {got}")]
-    WrongResult {
-        /// The method that was called.
-        method: String,
-        /// What came, as JSON.
-        got: String,
-    },
 }

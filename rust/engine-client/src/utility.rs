@@ -43,8 +43,7 @@ impl Calls {
             tracing::debug!(call_id = output.call_id, "an answer to a call that nobody waits for");
             return;
         };
-        let answer =
-            output.outcome.map_err(|failure| CallError::Failed { message: failure.message, reason: failure.reason });
+        let answer = output.outcome.map_err(CallError::Failed);
         // A caller that has gone in this instant needs no answer.
         drop(sender.send(answer));
     }
