@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from frontend_process import FrontendProcess
-from mock_engine import MockEngine
+from mock_engine import MockEngine, hello_with
+from real_server import RealServer
 
 FRONTENDS = ["python"] if os.environ.get("ROLLSPAN_PURE_PYTHON") == "1" else ["rust", "python"]
 
@@ -46,8 +47,6 @@ class MockFactory:
 
     def start(self, *flags: str, accept: bool = True, **hello: Any) -> Mocked:
         """A frontend on a new scripted engine; with ``accept`` False the engine is still starting."""
-        from mock_engine import hello_with
-
         descriptor, name = tempfile.mkstemp(suffix=".sock", dir=self._directory)
         os.close(descriptor)
         Path(name).unlink()
@@ -86,3 +85,33 @@ def mock(kind: str, socket_directory: Path) -> Iterator[Mocked]:
     factory = MockFactory(kind, socket_directory)
     yield factory.start()
     factory.close()
+
+
+@pytest.fixture(scope="session")
+def started_server(kind: str, socket_directory: Path) -> Iterator[RealServer]:
+    """The real engine with the embedded model, shared; tests take it as `server`."""
+    started = RealServer(kind, socket_directory / f"real-{kind}")
+    try:
+        started.frontend.wait_ready()
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def server(started_server: RealServer) -> Iterator[RealServer]:
+    """The shared server as it started: weights of the embedded model, not paused, no request open."""
+    yield started_server
+    started_server.frontend.post("/resume")
+    started_server.frontend.post("/abort_requests")
+
+
+@pytest.fixture
+def own_server(kind: str, socket_directory: Path, request: pytest.FixtureRequest) -> Iterator[RealServer]:
+    """A server that the test may kill."""
+    started = RealServer(kind, Path(tempfile.mkdtemp(prefix="own-", dir=socket_directory)))
+    try:
+        started.frontend.wait_ready()
+        yield started
+    finally:
+        started.close()

@@ -12,22 +12,22 @@ from rollspan.errors import RollspanError
 #: Arrays and objects may nest this deep.
 MAX_DEPTH = 127
 
-#: Integers of fewer digits fit into 64 bits; longer ones need a closer look.
-_LONG_INTEGER = re.compile(r"[0-9]{19}")
+#: Integers of fewer digits fit into 64 bits; longer ones, and minus zero, need a closer look.
+_ODD_INTEGER = re.compile(r"[0-9]{19}|-0(?![0-9.eE])")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(body: bytes) -> Any:
     """Parses ``body`` as one JSON value.
 
-    Integers outside 64 bits become floats, as they do for every reader without big integers.
+    Integers outside 64 bits become floats, as they do for every reader without big integers, and so does minus zero.
 
     Raises:
         RollspanError: ``invalid_json`` with the parser's words.
     """
     try:
         text = body.decode("utf-8")
-        parse_int = _parse_int if _LONG_INTEGER.search(text) else None
+        parse_int = _parse_int if _ODD_INTEGER.search(text) else None
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=parse_int)
         if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
             raise ValueError("recursion limit exceeded")
@@ -72,7 +72,7 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_int(text: str) -> int | float:
-    if len(text) > 20:
+    if len(text) > 20 or text == "-0":
         return _parse_float(text)
     value = int(text)
     return value if -(2**63) <= value < 2**64 else float(value)
