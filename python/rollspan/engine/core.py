@@ -46,7 +46,8 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         device = select_device(config.device)
-        torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 2) - 1))
+        if config.num_threads is not None or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 2) - 1))
         model, self._facts = load_model(config, device)
         self._runner = ModelRunner(model, config, device)
         self._scheduler = Scheduler(
