@@ -24,6 +24,8 @@ from rollspan.launcher import EngineProcess, stop_process
 
 OPEN_REQUESTS_SECONDS = 1.0
 """What the frontend gets to tell its open requests that the engine is dead."""
+CAUSE_SECONDS = 2.0
+"""What an engine that has told its frontend that it cannot start gets to end, so that it is named as the cause."""
 STOP_SECONDS = 5.0
 LAST_OUTPUT_SECONDS = 0.5
 """How long a dead child's stderr is read on, in case that a process of its own keeps the pipe open."""
@@ -135,7 +137,7 @@ class Supervisor:
         self._shutdown_timeout = shutdown_timeout
         self._events: Events = queue.SimpleQueue()
         self._children: list[Child] = []
-        self._ready = False
+        self._listening = self._ready = False
 
     def run(
         self, engine: Callable[[], EngineProcess], frontend: Callable[[], subprocess.Popen[bytes]]
@@ -168,6 +170,7 @@ class Supervisor:
             if event.kind == "exit":
                 failed = engine if event.source == engine.name else frontend
                 return self._fail(failed)
+            self._listening = self._listening or event.kind == "listening"
             self._ready = self._ready or event.kind == "ready"
             self._report(event.data)
 
@@ -181,9 +184,12 @@ class Supervisor:
 
     def _fail(self, failed: Child) -> Failure:
         """Ends the other process too; the frontend may first tell its open requests that the engine is dead."""
-        other = next(child for child in self._children if child is not failed)
-        if self._ready and failed.name == "engine":
-            self._await_exit(other, OPEN_REQUESTS_SECONDS)
+        engine, frontend = self._children
+        other = frontend if failed is engine else engine
+        if failed is engine and self._ready:
+            self._await_exit(frontend, OPEN_REQUESTS_SECONDS)
+        if failed is frontend and self._listening and not self._ready and self._await_exit(engine, CAUSE_SECONDS):
+            failed = engine
         other.process.terminate()
         self._await_exit(other, STOP_SECONDS)
         return failed.failure

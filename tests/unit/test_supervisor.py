@@ -130,6 +130,15 @@ def test_an_engine_that_cannot_start_is_reported_once_with_its_reason(
     pair.assert_nothing_runs()
 
 
+def test_an_engine_that_cannot_start_is_the_cause_even_when_the_frontend_ends_first(pair: Pair) -> None:
+    """The frontend hears of it over the link, while the engine is still tidying up."""
+    failure = pair.run(
+        "open(sys.argv[1]).read(); sys.exit('error: no room')",
+        "until_my_end = open(sys.argv[1], 'w'); event(event='listening', address='127.0.0.1:1234'); sys.exit(1)",
+    )
+    assert failure.message == "the engine ended with exit code 1: no room"
+
+
 def test_a_crash_shows_the_whole_traceback_and_its_last_line_is_the_reason(
     pair: Pair, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,219 @@
+"""``rollspan serve`` as real processes: how it starts, how it ends, and what it leaves behind, which is nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.servers import FRONTENDS, frontend_command
+
+pytestmark = pytest.mark.slow
+
+GENERATE = "/inference/v1/generate"
+END_SECONDS = 10.0
+
+
+class Serve:
+    """A running ``rollspan serve`` and the processes below it."""
+
+    def __init__(self, temporary: Path, kind: str, *arguments: str) -> None:
+        environment = dict(os.environ, TMPDIR=str(temporary), OMP_NUM_THREADS="1")
+        environment.pop("XDG_RUNTIME_DIR", None)
+        if kind == "rust":
+            environment["ROLLSPAN_HTTP_BINARY"] = frontend_command("rust")[0]
+        command = [sys.executable, "-m", "rollspan.cli", "serve", *arguments, "--frontend", kind, "--events"]
+        self.kind = kind
+        self.errors = temporary / "stderr"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.url = ""
+        self.engine = self.frontend = 0
+
+    def wait_until_ready(self) -> None:
+        """Reads events until the server is ready, and finds the two processes and opens a handle on each."""
+        assert self.process.stdout is not None
+        event = {}
+        while event.get("event") != "ready":
+            line = self.process.stdout.readline()
+            assert line, self.errors.read_text()
+            event = json.loads(line)
+        self.url = event["url"]
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        (self.engine,) = (pid for pid, command in commands.items() if "rollspan.engine" in command)
+        (self.frontend,) = (pid for pid, command in commands.items() if "--engine" in command.split("\0"))
+
+    def end(self) -> tuple[int, list[str]]:
+        """Waits for the launcher's end; returns its exit code and the lines of stderr that are its own."""
+        code = self.process.wait(END_SECONDS)
+        return code, [line for line in self.errors.read_text().splitlines() if line.startswith("rollspan: ")]
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Starter:
+    """Starts servers with a temporary directory of their own and checks that nothing is left in it."""
+
+    def __init__(self, temporary: Path) -> None:
+        self.temporary = temporary
+        self._running: list[Serve] = []
+
+    def __call__(self, kind: str, *arguments: str) -> Serve:
+        self._running.append(Serve(self.temporary, kind, *arguments))
+        return self._running[-1]
+
+    def assert_nothing_is_left(self) -> None:
+        assert list(self.temporary.glob("rollspan-*")) == []
+
+    def close(self) -> None:
+        for server in self._running:
+            server.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    temporary = Path(tempfile.mkdtemp(prefix="rs-"))
+    starter = Starter(temporary)
+    yield starter
+    starter.close()
+    shutil.rmtree(temporary)
+
+
+class Watched:
+    """A process that may not be our child: a handle on it tells when it ends."""
+
+    def __init__(self, pid: int) -> None:
+        self._handle = os.pidfd_open(pid)
+
+    def ends_within(self, seconds: float) -> bool:
+        readable, _, _ = select.select([self._handle], [], [], seconds)
+        os.close(self._handle)
+        return bool(readable)
+
+
+def stream_events(lines: Iterator[str]) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in lines if line.startswith("data: "))
+
+
+LONG_REQUEST = {
+    "token_ids": [1, 2, 3],
+    "stream": True,
+    "sampling_params": {"max_tokens": 1000, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_an_engine_killed_in_mid_stream_ends_the_request_and_the_server(start: Starter, kind: str) -> None:
+    server = start(kind, "--port", "0")
+    server.wait_until_ready()
+    engine, frontend = Watched(server.engine), Watched(server.frontend)
+    with httpx.stream("POST", server.url + GENERATE, json=LONG_REQUEST, timeout=END_SECONDS) as response:
+        events = stream_events(response.iter_lines())
+        assert "choices" in json.loads(next(events))
+        os.kill(server.engine, signal.SIGKILL)
+        killed = time.monotonic()
+        *_, error, done = events
+        assert time.monotonic() - killed < 2
+    assert json.loads(error)["error"]["reason"] == "engine_dead"
+    assert done == "[DONE]"
+    code, lines = server.end()
+    assert code == 1
+    assert lines[-1] == "rollspan: error: the engine was killed by SIGKILL (by a user, or for lack of memory)"
+    assert engine.ends_within(0)
+    assert frontend.ends_within(0)
+    start.assert_nothing_is_left()
+
+
+def test_a_killed_frontend_ends_the_server(start: Starter) -> None:
+    server = start(FRONTENDS[0], "--port", "0")
+    server.wait_until_ready()
+    engine = Watched(server.engine)
+    os.kill(server.frontend, signal.SIGKILL)
+    code, lines = server.end()
+    assert code == 1
+    assert lines[-1] == "rollspan: error: the frontend was killed by SIGKILL (by a user, or for lack of memory)"
+    assert engine.ends_within(0)
+    start.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_a_killed_launcher_takes_both_with_it(start: Starter, kind: str) -> None:
+    server = start(kind, "--port", "0")
+    server.wait_until_ready()
+    engine, frontend = Watched(server.engine), Watched(server.frontend)
+    server.process.kill()
+    assert engine.ends_within(2)
+    assert frontend.ends_within(2)
+    start.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_ctrl_c_ends_it_in_good_order(start: Starter, kind: str) -> None:
+    server = start(kind, "--port", "0", "--served-model-name", "sums", "--weight-version", "step-1")
+    server.wait_until_ready()
+    engine, frontend = Watched(server.engine), Watched(server.frontend)
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
+    answer = httpx.post(server.url + GENERATE, json=body, timeout=END_SECONDS).raise_for_status().json()
+    assert answer["model"] == "sums"
+    assert answer["choices"][0]["weight_versions"] == [{"version": "step-1", "start": 0, "end": 5}]
+    assert httpx.get(server.url + "/version").json()["frontend"] == kind
+    server.process.send_signal(signal.SIGINT)
+    code, lines = server.end()
+    assert code == 0
+    assert lines[-1] == "rollspan: stopped"
+    assert engine.ends_within(0)
+    assert frontend.ends_within(0)
+    start.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_a_taken_port_is_told_in_one_line(start: Starter, kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start(kind, "--port", str(port))
+        code, lines = server.end()
+    assert code == 1
+    assert lines[-1].startswith("rollspan: error: the frontend ended with exit code 1: ")
+    assert f"127.0.0.1:{port}" in lines[-1]
+    start.assert_nothing_is_left()
+
+
+def test_an_engine_that_cannot_load_its_model_is_told_in_one_line(start: Starter) -> None:
+    broken = start.temporary / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    server = start(FRONTENDS[0], str(broken), "--port", "0")
+    code = server.process.wait(100)
+    lines = server.errors.read_text().splitlines()
+    assert code == 1
+    assert lines[-1].startswith("rollspan: error: the engine ended with exit code 1: ")
+    assert "broken" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    start.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_an_address_that_others_reach_needs_a_word_of_consent(start: Starter, kind: str) -> None:
+    server = start(kind, "--host", "0.0.0.0", "--port", "0")
+    code, lines = server.end()
+    assert code == 2
+    assert "--insecure" in lines[-1]
+    start.assert_nothing_is_left()
