@@ -76,6 +76,8 @@ def _shallow(value: Any, depth: int = 4) -> Any:
     elif isinstance(value, list):
         for item in value:
             _shallow(item, depth + 1)
+    elif isinstance(value, msgpack.Timestamp):  # MessagePack's own extension type -1 never reaches the hook
+        _fail("bad_extension", f"extension type -1 is not allowed, only {EXT_RAW}")
     return value
 
 
@@ -377,8 +379,10 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
             _bool(fields.get("retryable", False), "error retryable"),
         )
     admission = None
+    extra = max(known - 20, 0)
     if row[19] is not None:
         pair = _array(row[19], "admission", 2)
+        extra += len(pair) - 2
         admission = (_text(pair[0], "admission label"), _int(pair[1], "admission commit", 0, U64))
     output = m.EngineCoreOutput(
         request_id=_text(row[0], "request_id"),
@@ -392,7 +396,7 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
     )
     if output.new_logprobs is not None and len(output.new_logprobs.token_ids) != len(output.new_token_ids):
         _fail("bad_array", "log-probs and new tokens differ in number")
-    return output, max(known - 20, 0)
+    return output, extra
 
 
 def _decode_utility(value: Any) -> tuple[m.UtilityOutput, int]:

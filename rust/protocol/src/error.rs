@@ -17,6 +17,9 @@ pub enum DecodeErrorKind {
     /// The payload ends inside a value.
     #[error("the payload ends early")]
     Truncated,
+    /// The one byte that MessagePack gives no meaning.
+    #[error("holds the reserved byte 0xc1")]
+    Reserved,
     /// Bytes are left over behind the one value of the payload.
     #[error("{0} bytes are left over after the value")]
     TrailingBytes(usize),
@@ -51,6 +54,9 @@ pub enum DecodeErrorKind {
     /// An extension type other than raw array bytes; pickled data among them.
     #[error("extension type {0} is refused")]
     RefusedExtension(i8),
+    /// A utility result with type information, which only pickled data needs.
+    #[error("a result with type information is refused")]
+    TypeInformation,
     /// An envelope that holds no batch, utility reply or wave event, or more than one of them.
     #[error("must hold exactly one of a batch, a utility reply, wave_complete and start_wave, got {0}")]
     Family(u8),
@@ -66,22 +72,19 @@ pub enum DecodeErrorKind {
 }
 
 impl DecodeErrorKind {
-    /// Stable name of the kind, the label `reason` of the decode-error metric.
+    /// Stable name of the failure, shared with the Python codec: the label `reason` of the decode-error metric.
     pub const fn reason(&self) -> &'static str {
         match self {
-            Self::Truncated => "truncated",
+            Self::Truncated | Self::Reserved | Self::InvalidUtf8 => "malformed",
             Self::TrailingBytes(_) => "trailing_bytes",
             Self::TooDeep => "too_deep",
             Self::WrongType { .. } => "wrong_type",
-            Self::Missing => "missing_element",
-            Self::OutOfRange(_) => "out_of_range",
-            Self::UnknownValue { .. } => "unknown_value",
-            Self::InvalidUtf8 => "invalid_utf8",
-            Self::RefusedExtension(_) => "refused_extension",
+            Self::Missing => "too_short",
+            Self::OutOfRange(_) | Self::UnknownValue { .. } => "out_of_range",
+            Self::RefusedExtension(_) | Self::TypeInformation => "bad_extension",
             Self::Family(_) => "family",
-            Self::InvalidArray(_) => "invalid_array",
-            Self::MissingBuffer(_) => "missing_buffer",
-            Self::Incompatible(_) => "incompatible",
+            Self::InvalidArray(_) | Self::MissingBuffer(_) => "bad_array",
+            Self::Incompatible(_) => "version",
         }
     }
 }

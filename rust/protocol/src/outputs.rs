@@ -197,7 +197,7 @@ impl UtilityOutput {
             let mut fields = Fields::open(reader)?;
             let type_info = fields.optional(reader, "type_info", Reader::raw)?;
             if type_info.is_some() {
-                return Err(Kind::WrongType { expected: "nil", found: "type information" }.into());
+                return Err(Kind::TypeInformation.into());
             }
             let value = fields.required(reader, "value", Reader::json)?;
             fields.close(reader)?;

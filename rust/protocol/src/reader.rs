@@ -36,7 +36,7 @@ const fn family(marker: Marker) -> &'static str {
         Marker::Bin8 | Marker::Bin16 | Marker::Bin32 => "bytes",
         Marker::FixArray(_) | Marker::Array16 | Marker::Array32 => "an array",
         Marker::FixMap(_) | Marker::Map16 | Marker::Map32 => "a map",
-        Marker::Reserved => "the reserved byte 0xc1",
+        Marker::Reserved => "the reserved byte",
         _ => "an extension type",
     }
 }
@@ -365,6 +365,10 @@ impl<'a> Reader<'a> {
                 })?;
                 object.into()
             }
+            marker if family(marker) == "an extension type" => {
+                self.array_data()?;
+                return Err(wrong_type("a value that JSON has", marker));
+            }
             marker => {
                 self.position += 1;
                 let value = self.integer_after(marker, "a value that JSON has")?;
@@ -379,5 +383,8 @@ impl<'a> Reader<'a> {
 }
 
 fn wrong_type(expected: &'static str, found: Marker) -> DecodeError {
-    Kind::WrongType { expected, found: family(found) }.into()
+    match found {
+        Marker::Reserved => Kind::Reserved.into(),
+        _ => Kind::WrongType { expected, found: family(found) }.into(),
+    }
 }
