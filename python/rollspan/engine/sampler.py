@@ -63,6 +63,8 @@ class Sampler:
         """Samples from ``logits`` (``[S, vocabulary]``) for S requests, in this order: minimum length, temperature,
         top-k, top-p.
         """
+        if not requests:  # a step of prompt chunks only
+            return Samples([], [], [])
         logits = logits.float()
         # A NaN anywhere in a row makes its logsumexp NaN, +inf makes it inf, all -inf makes it -inf.
         valid = torch.isfinite(torch.logsumexp(logits, dim=-1))
