@@ -48,7 +48,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
         RollspanError: ``weights_invalid`` for a missing or broken directory, missing or unexpected tensors, or a
             kind of model that the engine cannot compute.
     """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     directory = Path(config.model)
     if not (directory / "config.json").is_file():
         raise _refuse(f"model {config.model!r} is no directory with a config.json")
@@ -76,7 +76,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
             raise _refuse(f"model {config.model!r} has {kind.replace('_keys', '')} tensors: {listed}")
     model.to(device)  # type: ignore[arg-type]
     model.requires_grad_(False)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     return model, _facts(config, directory, model, device)
 
 

@@ -41,7 +41,7 @@ class ModelRunner:
         self._model = model
         self._device = device
         self.block_size = config.block_size
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[no-untyped-call]
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self._cache = attention.PagedCache(16 * self.block_size)
         self._self_check()
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
