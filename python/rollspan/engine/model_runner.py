@@ -22,6 +22,7 @@ from rollspan.sampling_params import SamplingParams
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
 #: Largest deviation of the self-check, relative to the largest logit, by dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+_CHECK_LENGTHS = (24, 9)
 
 
 class ModelRunner:
@@ -42,7 +43,7 @@ class ModelRunner:
         self._device = device
         self.block_size = config.block_size
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self._cache = attention.PagedCache(16 * self.block_size)
+        self._cache = attention.PagedCache(2 * max(_CHECK_LENGTHS) + 3 * self.block_size)
         self._self_check()
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = config.max_model_len or limit or 4096
@@ -96,7 +97,7 @@ class ModelRunner:
         Models with state outside the attention (recurrent layers, ALiBi) give other numbers here; they are refused.
         """
         vocabulary = self.vocab_size
-        lengths = (24, 9)
+        lengths = _CHECK_LENGTHS
         requests = [
             Request(
                 EngineCoreRequest(
