@@ -98,7 +98,7 @@ fn engine_hello_view(hello: &EngineHello) -> Value {
 }
 
 /// Leaves out what is null or equals its default.
-fn without(fields: Value, defaults: &[(&str, Value)]) -> Value {
+pub fn without(fields: Value, defaults: &[(&str, Value)]) -> Value {
     let Value::Object(fields) = fields else { panic!("an object") };
     let kept = fields.into_iter().filter(|(name, value)| {
         let is_default = defaults.iter().any(|(default, plain)| default == name && plain == value);
@@ -197,7 +197,8 @@ fn request_view(request: &EngineCoreRequest) -> Value {
     without(fields, &[("client_index", json!(0)), ("priority", json!(0)), ("sampling_params", json!({}))])
 }
 
-fn sampling_view(params: &SamplingParams) -> Value {
+/// View of sampling parameters.
+pub fn sampling_view(params: &SamplingParams) -> Value {
     let of = |params: &SamplingParams| {
         json!({
             "n": params.n,

@@ -88,11 +88,12 @@ def request_view(request: EngineCoreRequest) -> dict[str, Any]:
             "session_id",
         )
     }
-    sampling = _sampling_view(request.sampling_params)
+    sampling = sampling_view(request.sampling_params)
     return _without({**fields, "sampling_params": sampling}, {"client_index": 0, "priority": 0, "sampling_params": {}})
 
 
-def _sampling_view(params: SamplingParams) -> dict[str, Any]:
+def sampling_view(params: SamplingParams) -> dict[str, Any]:
+    """View of sampling parameters."""
     fields = {name: _plain(getattr(params, name)) for name in SAMPLING_KEYS}
     defaults = {**dict.fromkeys(SAMPLING_KEYS, 0), **SAMPLING_DEFAULTS, "ignore_eos": False}
     defaults |= {"stop_token_ids": [], "all_stop_token_ids": []}
