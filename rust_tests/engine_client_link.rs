@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use rollspan_engine_client::mock::{self, MockEngine, MockLink, hello, step, tokens};
 use rollspan_engine_client::{
-    CallError, ConnectError, Delivery, EngineClient, NoObserver, RequestError, RequestStream, Submission, SubmitError,
+    CallError, ConnectError, Connection, Delivery, EngineClient, NoObserver, RequestError, RequestStream, Submission,
+    SubmitError,
 };
 use rollspan_protocol::{
     Body, Dead, EngineCoreRequest, EngineHello, FrameKind, SchedulerStats, UtilityFailure, UtilityOutput,
@@ -16,7 +17,7 @@ use serde_json::json;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 async fn connect(path: &Path) -> Result<EngineClient, ConnectError> {
-    EngineClient::connect(path, PATIENCE, |_| Box::new(NoObserver)).await
+    Ok(Connection::open(path, PATIENCE).await?.start(Box::new(NoObserver)))
 }
 
 async fn pair() -> (EngineClient, MockLink, MockEngine) {
@@ -59,7 +60,7 @@ async fn a_socket_that_appears_later_is_found() {
 async fn an_engine_that_never_comes_is_a_timeout() {
     let directory = tempfile::tempdir().unwrap();
     let path = mock::socket_path(directory.path());
-    let connected = EngineClient::connect(&path, Duration::from_millis(1), |_| Box::new(NoObserver)).await;
+    let connected = Connection::open(&path, Duration::from_millis(1)).await;
     assert!(matches!(connected, Err(ConnectError::Timeout(_))));
 }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use rollspan_engine_client::mock::{MockEngine, MockLink, admitted, finished, hello, step, tokens};
 use rollspan_engine_client::{
-    Delivery, Delta, EngineClient, Finished, NoObserver, Observer, RequestError, RequestStream, Submission, SubmitError,
+    Connection, Delivery, Delta, EngineClient, Finished, NoObserver, Observer, RequestError, RequestStream, Submission,
+    SubmitError,
 };
 use rollspan_protocol::{EngineCoreOutput, EngineCoreRequest, EngineError, FinishReason, LogprobsLists};
 use serde_json::json;
@@ -15,9 +16,9 @@ async fn pair_observed(observer: Box<dyn Observer>) -> (EngineClient, MockLink, 
     let engine = MockEngine::bind();
     let path = engine.path();
     let hello = hello();
-    let connecting = EngineClient::connect(&path, Duration::from_secs(20), |_| observer);
+    let connecting = Connection::open(&path, Duration::from_secs(20));
     let (client, link) = tokio::join!(connecting, engine.accept(&hello));
-    (client.unwrap(), link, engine)
+    (client.unwrap().start(observer), link, engine)
 }
 
 async fn pair() -> (EngineClient, MockLink, MockEngine) {

@@ -1,18 +1,16 @@
 //! The handle on one engine.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rollspan_protocol::{
-    Batch, Body, EngineCoreOutputs, EngineHello, FrameKind, UtilityRequest, encode_abort, encode_frame,
-};
+use rollspan_protocol::{Body, EngineCoreOutputs, EngineHello, FrameKind, UtilityRequest, encode_abort, encode_frame};
 use serde_json::Value;
 use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 
 use crate::error::{CallError, ConnectError, Death, SubmitError};
-use crate::link;
+use crate::link::{self, Link};
 use crate::mailbox::Mailbox;
 use crate::observer::Observer;
 use crate::registry::{Registry, Step};
@@ -53,43 +51,50 @@ pub(crate) struct Shared {
     observer: Box<dyn Observer>,
 }
 
-impl EngineClient {
+/// An engine that has said hello, before requests go to it.
+pub struct Connection {
+    link: Link,
+    hello: EngineHello,
+}
+
+impl Connection {
     /// Connects to the engine behind the Unix socket `path` and waits for its hello, `timeout` in all. A socket that is
     /// not there yet, or where nobody listens yet, is tried again.
     ///
     /// # Errors
     /// The engine was not ready in time, is of another version, or died before its hello.
-    pub async fn connect(
-        path: &Path,
-        timeout: Duration,
-        observer: impl FnOnce(&EngineHello) -> Box<dyn Observer>,
-    ) -> Result<Self, ConnectError> {
+    pub async fn open(path: &Path, timeout: Duration) -> Result<Self, ConnectError> {
         let connecting = link::connect(path);
         let (link, hello) =
             tokio::time::timeout(timeout, connecting).await.map_err(|_| ConnectError::Timeout(timeout))??;
-        let status = EngineStatus {
-            running: 0,
-            waiting: 0,
-            kv_cache_usage: 0.0,
-            paused: hello.paused,
-            weight_version: hello.weight_version.as_str().into(),
-            weight_commit: hello.weight_commit,
-        };
+        Ok(Self { link, hello })
+    }
+
+    /// What the engine said of itself.
+    pub fn hello(&self) -> &EngineHello {
+        &self.hello
+    }
+
+    /// Begins to carry messages, on a task of the current runtime.
+    pub fn start(self, observer: Box<dyn Observer>) -> EngineClient {
+        let Self { link, hello } = self;
         let (outbox, frames) = mpsc::unbounded_channel();
         let shared = Arc::new(Shared {
             frame_limit: link::frame_limit(&hello),
             outbox,
             registry: Registry::default(),
             calls: Calls::default(),
-            status: Mutex::new(status),
+            status: Mutex::new(EngineStatus::at_start(&hello)),
             death: watch::Sender::new(None),
-            observer: observer(&hello),
+            observer,
             hello,
         });
         let task = tokio::spawn(link::run(link, Arc::clone(&shared), frames)).abort_handle();
-        Ok(Self { shared, _task: Arc::new(TaskGuard(task)) })
+        EngineClient { shared, _task: Arc::new(TaskGuard(task)) }
     }
+}
 
+impl EngineClient {
     /// What the engine said of itself when the link began.
     pub fn hello(&self) -> &EngineHello {
         &self.shared.hello
@@ -97,7 +102,7 @@ impl EngineClient {
 
     /// What the engine last said of itself.
     pub fn status(&self) -> EngineStatus {
-        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.shared.status().clone()
     }
 
     /// Why the engine is gone, once it is.
@@ -187,6 +192,10 @@ impl Drop for ForgetCall<'_> {
 }
 
 impl Shared {
+    fn status(&self) -> MutexGuard<'_, EngineStatus> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn send(&self, frame: Vec<u8>) {
         // The outbox closes when the engine dies, and `die` has told everybody then.
         drop(self.outbox.send(frame));
@@ -222,7 +231,8 @@ impl Shared {
     pub fn receive(&self, message: EngineCoreOutputs) {
         match message.body {
             Body::Batch(batch) => {
-                self.note_status(&batch, message.weight_version.as_ref(), message.weight_commit);
+                let stats = batch.scheduler_stats.as_ref();
+                self.status().update(stats, message.weight_version.as_ref(), message.weight_commit);
                 let step = Step {
                     engine_index: message.engine_index,
                     weight_version: message.weight_version,
@@ -237,20 +247,6 @@ impl Shared {
         }
     }
 
-    fn note_status(&self, batch: &Batch, weight_version: Option<&Arc<str>>, weight_commit: Option<u64>) {
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stats) = &batch.scheduler_stats {
-            status.running = stats.num_running_reqs;
-            status.waiting = stats.num_waiting_reqs;
-            status.kv_cache_usage = stats.kv_cache_usage;
-            status.paused = stats.paused.unwrap_or(status.paused);
-        }
-        if let Some(label) = weight_version {
-            status.weight_version = Arc::clone(label);
-        }
-        status.weight_commit = weight_commit.unwrap_or(status.weight_commit);
-    }
-
     /// Ends the requests that an undecodable message names.
     pub fn fail_requests(&self, ids: &[String], error: &Death) {
         self.registry.fail(ids, error, self.observer());
@@ -260,6 +256,7 @@ impl Shared {
     pub fn die(&self, death: &Death) {
         tracing::error!(reason = death.reason, "engine link lost: {death}");
         self.death.send_replace(Some(death.clone()));
+        self.status().stop();
         self.registry.die(death, self.observer());
         self.calls.fail(death);
     }

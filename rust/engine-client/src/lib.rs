@@ -1,6 +1,6 @@
 //! The frontend's end of the engine link.
 //!
-//! [`EngineClient::connect`] waits for an engine, exchanges hellos, and then carries any number of requests and utility
+//! [`Connection::open`] waits for an engine and exchanges hellos; the [`EngineClient`] then carries any number of requests and utility
 //! calls over one socket. What comes back for a request gathers in its mailbox until its [`RequestStream`] takes it: the
 //! link's reader never waits for a slow taker, and what waits is merged, so that its size is bounded by the request's
 //! own `max_tokens`. A dropped stream aborts its request; a dead engine ends every request and call at once.
@@ -18,7 +18,7 @@ mod status;
 mod stream;
 mod utility;
 
-pub use client::EngineClient;
+pub use client::{Connection, EngineClient};
 pub use delivery::Delivery;
 pub use error::{CallError, ConnectError, Death, RequestError, SubmitError};
 pub use mailbox::Delta;

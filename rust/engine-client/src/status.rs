@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use rollspan_protocol::{EngineHello, SchedulerStats};
+
 /// State of an engine as of its last message.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineStatus {
@@ -17,4 +19,43 @@ pub struct EngineStatus {
     pub weight_version: Arc<str>,
     /// Their commit number.
     pub weight_commit: u64,
+}
+
+impl EngineStatus {
+    pub(crate) fn at_start(hello: &EngineHello) -> Self {
+        Self {
+            running: 0,
+            waiting: 0,
+            kv_cache_usage: 0.0,
+            paused: hello.paused,
+            weight_version: hello.weight_version.as_str().into(),
+            weight_commit: hello.weight_commit,
+        }
+    }
+
+    /// Takes in what a message says, as far as it does.
+    pub(crate) fn update(
+        &mut self,
+        stats: Option<&SchedulerStats>,
+        weight_version: Option<&Arc<str>>,
+        weight_commit: Option<u64>,
+    ) {
+        if let Some(stats) = stats {
+            self.running = stats.num_running_reqs;
+            self.waiting = stats.num_waiting_reqs;
+            self.kv_cache_usage = stats.kv_cache_usage;
+            self.paused = stats.paused.unwrap_or(self.paused);
+        }
+        if let Some(label) = weight_version {
+            self.weight_version = Arc::clone(label);
+        }
+        self.weight_commit = weight_commit.unwrap_or(self.weight_commit);
+    }
+
+    /// The engine is gone, and nothing runs any more.
+    pub(crate) fn stop(&mut self) {
+        self.running = 0;
+        self.waiting = 0;
+        self.kv_cache_usage = 0.0;
+    }
 }

@@ -1,0 +1,121 @@
+//! What the routes share.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rollspan_engine_client::EngineClient;
+use rollspan_generate::{ApiError, Reason, Served};
+
+use crate::metrics::Metrics;
+use crate::options::Options;
+
+/// So many different ignored names are remembered; each is logged once.
+const LOGGED_NAMES: usize = 1000;
+
+/// State of one frontend.
+pub(crate) struct App {
+    pub options: Options,
+    /// Seconds since 1970.
+    pub started: u64,
+    engine: OnceLock<Arc<Engine>>,
+    closing: AtomicBool,
+    open_requests: AtomicUsize,
+    logged_names: Mutex<HashSet<String>>,
+}
+
+/// An engine that has said hello.
+pub(crate) struct Engine {
+    pub client: EngineClient,
+    pub metrics: Arc<Metrics>,
+    pub served: Served,
+}
+
+/// One generate request that counts as open until this is dropped.
+pub(crate) struct OpenRequest(Arc<App>);
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.open_requests.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl App {
+    pub fn new(options: Options) -> Self {
+        Self {
+            options,
+            started: now().0,
+            engine: OnceLock::new(),
+            closing: AtomicBool::new(false),
+            open_requests: AtomicUsize::new(0),
+            logged_names: Mutex::default(),
+        }
+    }
+
+    /// The engine has said hello: from now on routes answer.
+    pub fn engine_ready(&self, engine: Engine) {
+        drop(self.engine.set(Arc::new(engine)));
+    }
+
+    /// From now on requests are refused.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+    }
+
+    /// The engine, dead or alive, once it has said hello.
+    ///
+    /// # Errors
+    /// [`Reason::EngineStarting`].
+    pub fn engine(&self) -> Result<&Arc<Engine>, ApiError> {
+        self.engine.get().ok_or_else(|| ApiError::new(Reason::EngineStarting, "the engine is still starting"))
+    }
+
+    /// The engine, when it can take requests.
+    ///
+    /// # Errors
+    /// [`Reason::ShuttingDown`], [`Reason::EngineStarting`] or [`Reason::EngineDead`].
+    pub fn live_engine(&self) -> Result<&Arc<Engine>, ApiError> {
+        if self.closing.load(Ordering::Relaxed) {
+            return Err(ApiError::new(Reason::ShuttingDown, "the server is shutting down"));
+        }
+        let engine = self.engine()?;
+        match engine.client.death() {
+            Some(death) => Err(ApiError::new(Reason::EngineDead, death.message)),
+            None => Ok(engine),
+        }
+    }
+
+    /// Counts a generate request as open.
+    ///
+    /// # Errors
+    /// [`Reason::QueueFull`].
+    pub fn open_request(self: &Arc<Self>) -> Result<OpenRequest, ApiError> {
+        let limit = self.options.max_queued_requests;
+        let open = OpenRequest(Arc::clone(self));
+        if self.open_requests.fetch_add(1, Ordering::Relaxed) < limit {
+            return Ok(open);
+        }
+        Err(ApiError::new(Reason::QueueFull, format!("{limit} requests are open, which is the limit")))
+    }
+
+    /// Logs unknown field names, each once.
+    pub fn log_ignored(&self, names: &[String]) {
+        if names.is_empty() {
+            return;
+        }
+        let mut logged = self.logged_names.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in names {
+            if logged.len() < LOGGED_NAMES && !logged.contains(name) {
+                tracing::info!(field = name, "ignoring an unknown request field");
+                logged.insert(name.clone());
+            }
+        }
+    }
+}
+
+/// Seconds since 1970, whole and exact.
+pub(crate) fn now() -> (u64, f64) {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (since.as_secs(), since.as_secs_f64())
+}

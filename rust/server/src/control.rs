@@ -1,0 +1,82 @@
+//! Control requests: any content type, a JSON object or nothing as the body, and unknown keys named in the answer.
+
+use std::sync::Arc;
+
+use axum::extract::Request;
+use axum::response::Response;
+use rollspan_generate::{ApiError, Reason};
+use serde_json::{Map, Value};
+
+use crate::answer;
+use crate::app::{App, Engine};
+use crate::body;
+
+/// A control request on a live engine.
+pub(crate) struct Control {
+    app: Arc<App>,
+    pub engine: Arc<Engine>,
+    query: Vec<(String, String)>,
+    fields: Map<String, Value>,
+}
+
+impl Control {
+    /// Reads a control request.
+    ///
+    /// # Errors
+    /// No live engine (found before the body is read), a body over the limit, or one that is no JSON object.
+    pub async fn read(app: Arc<App>, request: Request) -> Result<Self, ApiError> {
+        let engine = Arc::clone(app.live_engine()?);
+        let (parts, body) = request.into_parts();
+        let query = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(&parts.uri)
+            .map(|query| query.0)
+            .unwrap_or_default();
+        let bytes = body::read(&parts.headers, body, app.options.max_body_bytes).await?;
+        let fields = if bytes.trim_ascii().is_empty() { Map::new() } else { object(&bytes)? };
+        Ok(Self { app, engine, query, fields })
+    }
+
+    /// A parameter of the query; the last one wins.
+    pub fn parameter(&self, name: &str) -> Option<&str> {
+        self.query.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    /// A field of the body; an explicit null is as good as none.
+    pub fn field(&self, name: &str) -> Option<&Value> {
+        self.fields.get(name).filter(|value| !value.is_null())
+    }
+
+    /// A field of the body that must be there.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn required(&self, name: &str) -> Result<&Value, ApiError> {
+        self.field(name).ok_or_else(|| ApiError::missing(name))
+    }
+
+    /// Calls the engine, and waits as long as it takes.
+    ///
+    /// # Errors
+    /// What the engine says against it.
+    pub async fn call(&self, method: &str, arguments: Vec<Value>) -> Result<Value, ApiError> {
+        self.engine.client.call(method, arguments).await.map_err(|error| answer::of_call(&error))
+    }
+
+    /// Answers with `value`, and names the fields of the body that are not among `known`.
+    pub fn answer(&self, value: &Value, known: &[&str]) -> Response {
+        let unknown = self.fields.keys().filter(|name| !known.contains(&name.as_str()));
+        let mut ignored: Vec<String> = unknown.cloned().collect();
+        ignored.sort_unstable();
+        self.app.log_ignored(&ignored);
+        let mut response = answer::value(value);
+        answer::add_headers(response.headers_mut(), None, &ignored);
+        response
+    }
+}
+
+fn object(bytes: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(fields)) => Ok(fields),
+        Ok(_) => Err(ApiError::new(Reason::InvalidRequest, "request body must be a JSON object")),
+        Err(error) => Err(ApiError::new(Reason::InvalidJson, format!("request body is not valid JSON: {error}"))),
+    }
+}

@@ -1,0 +1,20 @@
+//! The HTTP frontend: a few routes over one engine link.
+//!
+//! [`serve`] answers on a listener until it is told to stop. The engine may come later than the first request: until its
+//! hello, routes answer 503. Request bodies and answers of generate are `rollspan-generate`'s; this crate moves them
+//! between HTTP and the engine link and turns every failure into one shape ([`answer`]).
+
+mod answer;
+mod app;
+mod body;
+mod control;
+mod flags;
+mod metrics;
+mod options;
+mod panics;
+mod routes;
+mod serve;
+
+pub use flags::Flags;
+pub use options::Options;
+pub use serve::{Event, ServeError, serve};

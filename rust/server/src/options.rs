@@ -1,0 +1,38 @@
+//! What a frontend is started with.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Settings of one frontend.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// The engine's Unix socket.
+    pub engine: PathBuf,
+    /// Name of the model in the API; the engine's own when `None`.
+    pub served_model_name: Option<String>,
+    /// Largest request body, in bytes.
+    pub max_body_bytes: usize,
+    /// Most open generate requests.
+    pub max_queued_requests: usize,
+    /// Refuse unknown request fields.
+    pub strict_requests: bool,
+    /// How long the engine may take to start.
+    pub engine_ready_timeout: Duration,
+    /// How long open requests may go on once the frontend is told to stop.
+    pub shutdown_timeout: Duration,
+}
+
+impl Options {
+    /// The defaults for an engine behind this socket.
+    pub fn new(engine: impl Into<PathBuf>) -> Self {
+        Self {
+            engine: engine.into(),
+            served_model_name: None,
+            max_body_bytes: 64 * 1024 * 1024,
+            max_queued_requests: 4096,
+            strict_requests: false,
+            engine_ready_timeout: Duration::from_secs(600),
+            shutdown_timeout: Duration::from_secs(5),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The routes, one resource a file.
+
+mod abort;
+mod generate;
+mod health;
+mod metrics;
+mod models;
+mod pause;
+mod stream;
+mod weights;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::Request;
+use axum::middleware::from_fn;
+use axum::routing::{get, post};
+use rollspan_generate::{ApiError, Reason};
+
+use crate::answer::Failure;
+use crate::app::App;
+use crate::panics;
+
+/// All routes over `app`.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/inference/v1/generate", post(generate::generate).fallback(only_post))
+        .route("/inference/v1/abort_requests", post(abort::given).fallback(only_post))
+        .route("/abort_requests", post(abort::given_or_all).fallback(only_post))
+        .route("/pause", post(pause::pause).fallback(only_post))
+        .route("/resume", post(pause::resume).fallback(only_post))
+        .route("/is_paused", get(pause::is_paused).fallback(only_get))
+        .route("/start_weight_update", post(weights::start).fallback(only_post))
+        .route("/update_weights", post(weights::update).fallback(only_post))
+        .route("/finish_weight_update", post(weights::finish).fallback(only_post))
+        .route("/update_weight_version", post(weights::relabel).fallback(only_post))
+        .route("/weight_info", get(weights::info).fallback(only_get))
+        .route("/health", get(health::health).fallback(only_get))
+        .route("/version", get(health::version).fallback(only_get))
+        .route("/v1/models", get(models::list).fallback(only_get))
+        .route("/metrics", get(metrics::metrics).fallback(only_get))
+        .fallback(unknown)
+        .layer(from_fn(panics::caught))
+        .with_state(app)
+}
+
+async fn unknown(request: Request) -> Failure {
+    ApiError::new(Reason::NotFound, format!("{} does not exist", request.uri().path())).into()
+}
+
+async fn only_post(request: Request) -> Failure {
+    other_method(&request).allowing("POST")
+}
+
+async fn only_get(request: Request) -> Failure {
+    other_method(&request).allowing("GET, HEAD")
+}
+
+fn other_method(request: &Request) -> Failure {
+    let message = format!("{} does not take {}", request.uri().path(), request.method());
+    ApiError::new(Reason::MethodNotAllowed, message).into()
+}

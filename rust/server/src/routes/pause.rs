@@ -1,0 +1,72 @@
+//! Pausing and resuming generation.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use rollspan_generate::ApiError;
+use serde_json::{Value, json};
+
+use crate::answer::Failure;
+use crate::app::App;
+use crate::control::Control;
+
+/// Name, the engine's mode, and whether it clears the cache when the caller does not say. The last two are spellings of `SGLang`.
+const MODES: [(&str, &str, bool); 5] = [
+    ("abort", "abort", true),
+    ("wait", "wait", true),
+    ("keep", "keep", true),
+    ("retract", "keep", true),
+    ("in_place", "keep", false),
+];
+
+const MODE: &str = "mode";
+const CLEAR_CACHE: &str = "clear_cache";
+
+/// POST /pause: answers when the state holds, which in wait mode may take long.
+pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
+    let control = Control::read(app, request).await?;
+    let (mode, clears) = mode(&control)?;
+    let clear_cache = clear_cache(&control)?.unwrap_or(clears);
+    control.call("pause_generation", vec![mode.into(), clear_cache.into()]).await?;
+    tracing::info!(mode, clear_cache, "paused");
+    Ok(control.answer(&json!({"status": "paused"}), &[MODE, CLEAR_CACHE]))
+}
+
+/// POST /resume
+pub(super) async fn resume(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
+    let control = Control::read(app, request).await?;
+    control.call("resume_scheduler", Vec::new()).await?;
+    tracing::info!("resumed");
+    Ok(control.answer(&json!({"status": "resumed"}), &[]))
+}
+
+/// GET `/is_paused`
+pub(super) async fn is_paused(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
+    let control = Control::read(app, request).await?;
+    let paused = control.call("is_scheduler_paused", Vec::new()).await?;
+    Ok(control.answer(&json!({"is_paused": paused}), &[]))
+}
+
+/// The query wins over the body.
+fn mode(control: &Control) -> Result<(&'static str, bool), ApiError> {
+    let given = control.parameter(MODE).map(Value::from).or_else(|| control.field(MODE).cloned());
+    let Some(given) = given else { return Ok(("abort", true)) };
+    let known = MODES.iter().find(|(name, ..)| given == *name);
+    known
+        .map(|(_, mode, clears)| (*mode, *clears))
+        .ok_or_else(|| ApiError::wrong(MODE, "abort, wait, keep, retract or in_place", &given))
+}
+
+fn clear_cache(control: &Control) -> Result<Option<bool>, ApiError> {
+    const ALLOWED: &str = "true or false";
+    if let Some(word) = control.parameter(CLEAR_CACHE) {
+        return match word.to_ascii_lowercase().as_str() {
+            "true" | "1" => Ok(Some(true)),
+            "false" | "0" => Ok(Some(false)),
+            _ => Err(ApiError::wrong(CLEAR_CACHE, ALLOWED, &word.into())),
+        };
+    }
+    let Some(given) = control.field(CLEAR_CACHE) else { return Ok(None) };
+    given.as_bool().map(Some).ok_or_else(|| ApiError::wrong(CLEAR_CACHE, ALLOWED, given))
+}
