@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -45,7 +43,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
         The model in evaluation mode on ``device``, and what clients are told of it.
 
     Raises:
-        RollspanError: ``weights_invalid`` for a missing or broken directory, missing or unexpected tensors, or a
+        RollspanError: ``weights_invalid`` for a missing or broken directory, missing tensors or wrong shapes, or a
             kind of model that the engine cannot compute.
     """
     transformers_logging.disable_progress_bar()
@@ -53,7 +51,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
     if not (directory / "config.json").is_file():
         raise _refuse(f"model {config.model!r} is no directory with a config.json")
     try:
-        model_config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         _check_layers(model_config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -61,23 +59,30 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
             attn_implementation=attention.NAME,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,  # code that comes with weights is never run, and nobody is asked
+            ignore_mismatched_sizes=True,  # they are in the report, by name
             output_loading_info=True,
         )
         model: PreTrainedModel = loaded[0]
-        report: dict[str, Any] = loaded[1]
+        _check_report(config.model, loaded[1])
+        model.to(device)  # type: ignore[arg-type]
+        model.requires_grad_(False)
+        model.eval()
+        return model, _facts(config, directory, model, device)
     except RollspanError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, json.JSONDecodeError) as error:
-        raise _refuse(f"model {config.model!r} cannot be loaded: {_first_line(error)}") from error
-    problems = {key: sorted(map(str, report.get(key) or ())) for key in ("missing_keys", "mismatched_keys")}
-    for kind, names in problems.items():
-        if names:
-            listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise _refuse(f"model {config.model!r} has {kind.replace('_keys', '')} tensors: {listed}")
-    model.to(device)  # type: ignore[arg-type]
-    model.requires_grad_(False)
-    model.eval()
-    return model, _facts(config, directory, model, device)
+    except Exception as error:  # configurations and model code raise anything
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise _refuse(f"model {config.model!r} has an attention of its own kind, which is not supported") from error
+        raise _refuse(f"model {config.model!r} cannot be loaded: {one_line(error)}") from error
+
+
+def _check_report(name: str, report: dict[str, Any]) -> None:
+    wrong = [f"{key} {list(found)} instead of {list(needed)}" for key, found, needed in report["mismatched_keys"]]
+    for kind, problems in (("missing tensors", report["missing_keys"]), ("tensors of a wrong shape", wrong)):
+        if problems:
+            listed = ", ".join(sorted(problems)[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise _refuse(f"model {name!r} has {kind}: {listed}")
 
 
 def _check_layers(config: PretrainedConfig) -> None:
@@ -92,13 +97,17 @@ def _check_layers(config: PretrainedConfig) -> None:
         raise _refuse(f"{type(config).__name__} is an encoder-decoder model; only decoders are supported")
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def one_line(error: Exception) -> str:
+    """Type and text of an error on one line, cut to 300 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def eos_token_ids(directory: Path, model_config: PretrainedConfig) -> list[int]:
-    """EOS ids of generation_config.json, else of config.json; the main one first, none if there is none."""
+def eos_token_ids(directory: Path, model_config: PretrainedConfig, vocab_size: int) -> list[int]:
+    """EOS ids of generation_config.json, else of config.json; the main one first, none if there is none.
+
+    Ids outside the vocabulary, which some checkpoints use for "none", are left out.
+    """
     eos = None
     if (directory / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
@@ -106,7 +115,12 @@ def eos_token_ids(directory: Path, model_config: PretrainedConfig) -> list[int]:
         eos = getattr(model_config.get_text_config(), "eos_token_id", None)
     if eos is None:
         return []
-    return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
+    return [token for token in map(int, [eos] if isinstance(eos, int) else eos) if 0 <= token < vocab_size]
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Columns of the logits."""
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def _facts(config: EngineConfig, directory: Path, model: PreTrainedModel, device: torch.device) -> ModelFacts:
@@ -116,5 +130,5 @@ def _facts(config: EngineConfig, directory: Path, model: PreTrainedModel, device
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        eos_token_ids=eos_token_ids(directory, model.config),
+        eos_token_ids=eos_token_ids(directory, model.config, vocab_size(model)),
     )

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollspan.config import EngineConfig
-from rollspan.engine import attention
+from rollspan.engine import attention, loader
 from rollspan.engine.input_batch import InputBatch
 from rollspan.engine.request import Request
 from rollspan.engine.scheduler import ScheduledRequest
@@ -44,7 +44,12 @@ class ModelRunner:
         self.block_size = config.block_size
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self._cache = attention.PagedCache(2 * max(_CHECK_LENGTHS) + 3 * self.block_size)
-        self._self_check()
+        try:
+            self._self_check()
+        except RollspanError:
+            raise
+        except Exception as error:  # the model's code may raise anything
+            raise self._refuse(f"cannot run with paged attention: {loader.one_line(error)}") from error
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = config.max_model_len or limit or 4096
         if limit and self.max_model_len > limit:
@@ -125,17 +130,20 @@ class ModelRunner:
                 ids = torch.tensor([request.token_ids], device=self._device)
                 with torch.inference_mode():
                     expected = self._model(input_ids=ids, use_cache=False).logits[0, -1]
+                if not bool(torch.isfinite(expected).all()):
+                    raise self._refuse("computes logits that are not finite: its weights may be damaged")
                 got = paged[request.request_id]
-                worst = float((got - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+                worst = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
                 if not worst <= TOLERANCE.get(self._model.dtype, 1e-3):
-                    raise RollspanError(
-                        f"{type(self._model).__name__} computes other logits with paged attention than with its own "
-                        f"(relative difference {worst:.2g}): this kind of model is not supported",
-                        reason="weights_invalid",
-                        param="model",
+                    raise self._refuse(
+                        "computes other logits with paged attention than with its own "
+                        f"(relative difference {worst:.2g}): this kind of model is not supported"
                     )
         finally:
             self._model.set_attn_implementation(attention.NAME)
+
+    def _refuse(self, what: str) -> RollspanError:
+        return RollspanError(f"{type(self._model).__name__} {what}", reason="weights_invalid", param="model")
 
 
 def _free_memory(device: torch.device) -> int:
