@@ -8,7 +8,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,55 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.serve import END_SECONDS, Serve
 from support.servers import FRONTENDS, frontend_command
 
 pytestmark = pytest.mark.slow
 
 GENERATE = "/inference/v1/generate"
-END_SECONDS = 10.0
-
-
-class Serve:
-    """A running ``rollspan serve`` and the processes below it."""
-
-    def __init__(self, temporary: Path, kind: str, *arguments: str) -> None:
-        environment = dict(os.environ, TMPDIR=str(temporary), OMP_NUM_THREADS="1")
-        environment.pop("XDG_RUNTIME_DIR", None)
-        if kind == "rust":
-            environment["ROLLSPAN_HTTP_BINARY"] = frontend_command("rust")[0]
-        command = [sys.executable, "-m", "rollspan.cli", "serve", *arguments, "--frontend", kind, "--events"]
-        self.kind = kind
-        self.errors = temporary / "stderr"
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        self.url = ""
-        self.engine = self.frontend = 0
-
-    def wait_until_ready(self) -> None:
-        """Reads events until the server is ready, and finds the two processes and opens a handle on each."""
-        assert self.process.stdout is not None
-        event = {}
-        while event.get("event") != "ready":
-            line = self.process.stdout.readline()
-            assert line, self.errors.read_text()
-            event = json.loads(line)
-        self.url = event["url"]
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-        (self.engine,) = (pid for pid, command in commands.items() if "rollspan.engine" in command)
-        (self.frontend,) = (pid for pid, command in commands.items() if "--engine" in command.split("\0"))
-
-    def end(self) -> tuple[int, list[str]]:
-        """Waits for the launcher's end; returns its exit code and the lines of stderr that are its own."""
-        code = self.process.wait(END_SECONDS)
-        return code, [line for line in self.errors.read_text().splitlines() if line.startswith("rollspan: ")]
-
-    def close(self) -> None:
-        """Ends everything."""
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Starter:
@@ -77,7 +33,11 @@ class Starter:
         self._running: list[Serve] = []
 
     def __call__(self, kind: str, *arguments: str) -> Serve:
-        self._running.append(Serve(self.temporary, kind, *arguments))
+        environment = dict(os.environ)
+        if kind == "rust":
+            environment["ROLLSPAN_HTTP_BINARY"] = frontend_command("rust")[0]
+        command = [sys.executable, "-m", "rollspan.cli"]
+        self._running.append(Serve(self.temporary, command, environment, [*arguments, "--frontend", kind]))
         return self._running[-1]
 
     def assert_nothing_is_left(self) -> None:
