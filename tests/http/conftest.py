@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from frontend_process import FrontendProcess
 from mock_engine import MockEngine, hello_with
-from real_server import RealServer
+from real_server import RealEngine, RealServer
 
+ENGINE_START_SECONDS = 100.0
+"""The engine imports torch, which takes its time on a busy machine."""
 FRONTENDS = ["python"] if os.environ.get("ROLLSPAN_PURE_PYTHON") == "1" else ["rust", "python"]
 
 
@@ -88,11 +90,21 @@ def mock(kind: str, socket_directory: Path) -> Iterator[Mocked]:
 
 
 @pytest.fixture(scope="session")
-def started_server(kind: str, socket_directory: Path) -> Iterator[RealServer]:
-    """The real engine with the embedded model, shared; tests take it as `server`."""
-    started = RealServer(kind, socket_directory / f"real-{kind}")
+def engine(socket_directory: Path) -> Iterator[RealEngine]:
+    """The real engine with the embedded model, for both frontends: it takes any number of links."""
+    directory = socket_directory / "engine"
+    directory.mkdir()
+    started = RealEngine(directory)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def started_server(kind: str, engine: RealEngine) -> Iterator[RealServer]:
+    """A frontend on the shared engine; tests take it as `server`."""
+    started = RealServer(kind, engine)
     try:
-        started.frontend.wait_ready()
+        started.frontend.wait_ready(ENGINE_START_SECONDS)
         yield started
     finally:
         started.close()
@@ -104,14 +116,3 @@ def server(started_server: RealServer) -> Iterator[RealServer]:
     yield started_server
     started_server.frontend.post("/resume")
     started_server.frontend.post("/abort_requests")
-
-
-@pytest.fixture
-def own_server(kind: str, socket_directory: Path, request: pytest.FixtureRequest) -> Iterator[RealServer]:
-    """A server that the test may kill."""
-    started = RealServer(kind, Path(tempfile.mkdtemp(prefix="own-", dir=socket_directory)))
-    try:
-        started.frontend.wait_ready()
-        yield started
-    finally:
-        started.close()

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +64,13 @@ class FrontendProcess:
         self.url = f"http://{self.address}"
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_SECONDS)
 
-    def next_event(self) -> dict[str, Any] | None:
+    def next_event(self, timeout: float = WAIT_SECONDS) -> dict[str, Any] | None:
         """The next JSON line on stdout; None when the process has closed it."""
-        return self._events.get(timeout=WAIT_SECONDS)
+        return self._events.get(timeout=timeout)
 
-    def wait_ready(self) -> FrontendProcess:
+    def wait_ready(self, timeout: float = WAIT_SECONDS) -> FrontendProcess:
         """Waits until the engine has said hello."""
-        assert self.next_event() == {"event": "ready"}
+        assert self.next_event(timeout) == {"event": "ready"}
         return self
 
     def generate(self, token_ids: list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -83,6 +85,14 @@ class FrontendProcess:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             return list(events(response))
+
+    @contextmanager
+    def running_stream(self, token_ids: list[int], **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """The chunks of a stream of which the engine has begun to generate."""
+        body = {"token_ids": token_ids, "sampling_params": {}, "stream": True, **fields}
+        with self.http.stream("POST", GENERATE, json=body) as response:
+            assert response.status_code == 200, response.read()
+            yield events(response)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Posts JSON, or nothing at all."""
@@ -134,6 +144,13 @@ class FrontendProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.stderr_lines.append(line)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Asks again and again, for as long as `WAIT_SECONDS`."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}"
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -105,7 +105,9 @@ class MockEngine:
     def has_pending_request(self) -> bool:
         return not self._requests.empty()
 
-    def batch(self, outputs: Sequence[EngineCoreOutput], version: str | None = "default", commit: int | None = 0) -> None:
+    def batch(
+        self, outputs: Sequence[EngineCoreOutput], version: str | None = "default", commit: int | None = 0
+    ) -> None:
         """Sends one step's outputs."""
         self._send_outputs(
             EngineCoreOutputs(outputs=list(outputs), weight_version=version, weight_commit=commit, timestamp=1.0)

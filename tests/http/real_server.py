@@ -1,7 +1,8 @@
-"""A frontend on the real engine with the embedded model, and directories of weights to update it with."""
+"""The real engine with the embedded model, directories of weights to update it with, and frontends on it."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -22,45 +23,61 @@ VOCABULARY_SIZE = 16
 MAX_MODEL_LEN = 512
 
 
-class RealServer:
-    """An engine process, its frontend, and ``weights_root`` with ``rl`` (served at start), ``sft`` and ``zero``.
+class RealEngine:
+    """An engine process, and ``weights_root`` with ``rl`` (served at start), ``sft`` and ``zero``.
 
     ``zero`` is ``rl`` with a head of zeros: greedy decoding emits token 0 and nothing else.
     """
 
-    def __init__(self, kind: str, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path) -> None:
+        self._names = itertools.count()
         self.weights_root = directory / "weights"
-        self.weights_root.mkdir(parents=True)
-        self._copy_weights()
+        for name, model in (("rl", "add2-rl"), ("sft", "add2-sft")):
+            (self.weights_root / name).mkdir(parents=True)
+            shutil.copy(models.path(model) / WEIGHTS_FILE, self.weights_root / name)
+        self._save(self.weights_root / "zero", self.tensors(**{HEAD: None}))
         config = EngineConfig(
             model=str(models.path(MODEL)), weights_root=str(self.weights_root), num_threads=1, device="cpu"
         )
-        self.engine: EngineProcess = start_engine(config, directory)
-        try:
-            self.frontend = FrontendProcess(kind, self.engine.socket_path, *flags)
-        except BaseException:
-            self.engine.stop()
-            raise
+        self.process: EngineProcess = start_engine(config, directory)
 
-    def _copy_weights(self) -> None:
-        for name, model in (("rl", "add2-rl"), ("sft", "add2-sft")):
-            (self.weights_root / name).mkdir()
-            shutil.copy(models.path(model) / WEIGHTS_FILE, self.weights_root / name)
-        self.variant("zero", **{HEAD: None})
-
-    def variant(self, name: str, **changes: np.ndarray | None) -> Path:
-        """A directory of ``rl``'s weights with some tensors replaced; None makes one zero."""
+    def tensors(self, **changes: np.ndarray | None) -> dict[str, np.ndarray]:
+        """``rl``'s tensors with some replaced; None makes one zero."""
         tensors = load_file(self.weights_root / "rl" / WEIGHTS_FILE)
         for tensor, value in changes.items():
             tensors[tensor] = np.zeros_like(tensors[tensor]) if value is None else value
-        return self.save(name, tensors)
+        return tensors
+
+    def new_path(self, name: str) -> Path:
+        """A path under the root that does not exist yet."""
+        return self.weights_root / f"{name}-{next(self._names)}"
+
+    def new_directory(self, name: str) -> Path:
+        """An empty directory under the root."""
+        path = self.new_path(name)
+        path.mkdir()
+        return path
 
     def save(self, name: str, tensors: dict[str, np.ndarray]) -> Path:
-        """A directory of these tensors."""
-        directory = self.weights_root / name
+        """A new directory of these tensors."""
+        return self._save(self.new_path(name), tensors)
+
+    def _save(self, directory: Path, tensors: dict[str, np.ndarray]) -> Path:
         directory.mkdir()
         save_file(tensors, directory / WEIGHTS_FILE)
         return directory
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.stop()
+
+
+class RealServer:
+    """A frontend on a real engine."""
+
+    def __init__(self, kind: str, engine: RealEngine, *flags: str) -> None:
+        self.engine = engine
+        self.frontend = FrontendProcess(kind, engine.process.socket_path, *flags)
 
     def update(self, path: str | Path, label: str | int | None = None) -> int:
         """A whole weight update; returns its commit number."""
@@ -77,6 +94,5 @@ class RealServer:
         return str(self.frontend.get("/weight_info").json()["weight_version"])
 
     def close(self) -> None:
-        """Ends both processes."""
+        """Ends the frontend."""
         self.frontend.close()
-        self.engine.stop()

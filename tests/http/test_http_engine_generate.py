@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from frontend_process import GENERATE, error_of, events, post_bytes
+from frontend_process import GENERATE, error_of, post_bytes, wait_until
 from real_server import EOS, MAX_MODEL_LEN, VOCABULARY_SIZE, RealServer
 
 from rollspan.models.task import Problem, split_problems
@@ -166,7 +166,13 @@ def test_64_requests_at_once_each_get_their_own_answer(server: RealServer, pool:
 
 def test_malformed_requests_leave_the_server_unharmed(server: RealServer) -> None:
     http = server.frontend.http
-    for body in (b"", b"\x00", b"[" * 5000, b'{"token_ids": [1e400]}', json.dumps({"token_ids": [VOCABULARY_SIZE]}).encode()):
+    for body in (
+        b"",
+        b"\x00",
+        b"[" * 5000,
+        b'{"token_ids": [1e400]}',
+        json.dumps({"token_ids": [VOCABULARY_SIZE]}).encode(),
+    ):
         assert http.post(GENERATE, content=body, headers={"Content-Type": "application/json"}).status_code == 400
     with server.frontend.connect() as connection:
         connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
@@ -184,10 +190,8 @@ def test_a_client_that_leaves_frees_its_place(server: RealServer, stream: bool) 
         if stream:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         else:
-            while server.frontend.metrics()["rollspan:num_requests_running"] < 4:
-                pass
-    while server.frontend.metrics()["rollspan:num_requests_running"] > 0:
-        pass
+            wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 4, "running")
+    wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 0, "stopped")
     samples = server.frontend.metrics()
     assert samples[aborted] == before + 4
     assert samples["rollspan:kv_cache_usage_perc"] == 0
@@ -253,10 +257,7 @@ def test_renderers_get_what_they_read(server: RealServer) -> None:
 
 
 def test_a_stream_is_read_while_it_is_made(server: RealServer) -> None:
-    body = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True, "max_tokens": 200}, "stream": True}
-    with server.frontend.http.stream("POST", GENERATE, json=body) as response:
-        chunks = events(response)
+    with server.frontend.running_stream(PROMPT, sampling_params={"ignore_eos": True, "max_tokens": 500}) as chunks:
         next(chunks)
-        running = server.frontend.metrics()["rollspan:num_requests_running"]
-        assert running == 1
-        assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 199
+        wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 1, "running")
+        assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 499

@@ -10,14 +10,16 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Mocked, MockFactory
-from frontend_process import GENERATE, FrontendProcess, error_of, events, frontend_command, post_bytes
+from frontend_process import GENERATE, FrontendProcess, error_of, events, frontend_command, post_bytes, wait_until
+from real_server import RealEngine, RealServer
 from test_http_scripted_control import GET_ROUTES, POST_ROUTES
 
+from conftest import ENGINE_START_SECONDS, FRONTENDS, Mocked, MockFactory
 from rollspan.protocol.framing import FrameKind
 from rollspan.protocol.messages import FinishReason
 
@@ -281,15 +283,21 @@ def test_strict_requests_refuse_unknown_fields(mocks: MockFactory) -> None:
 def test_a_body_over_the_limit_is_refused_while_it_is_read(mocks: MockFactory) -> None:
     mock = mocks.start("--max-body-bytes", "1000")
     http = mock.frontend.http
-    error_of(http.post(GENERATE, content=b"x" * 1001, headers={"Content-Type": "application/json"}), 413, "body_too_large")
+    error_of(
+        http.post(GENERATE, content=b"x" * 1001, headers={"Content-Type": "application/json"}), 413, "body_too_large"
+    )
     error_of(http.post("/update_weights", content=b"x" * 1001), 413, "body_too_large")
     exactly = json.dumps({"token_ids": [99], "sampling_params": {}}).encode().ljust(1000)
-    error_of(http.post(GENERATE, content=exactly, headers={"Content-Type": "application/json"}), 400, "invalid_request", "token_ids")
+    error_of(
+        http.post(GENERATE, content=exactly, headers={"Content-Type": "application/json"}),
+        400,
+        "invalid_request",
+        "token_ids",
+    )
     with mock.frontend.connect() as connection:
         # No length is announced and the body never ends: the answer comes all the same.
-        connection.sendall(
-            f"POST {GENERATE} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        )
+        headers = "Host: t\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        connection.sendall(f"POST {GENERATE} HTTP/1.1\r\n{headers}\r\n".encode())
         connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
@@ -327,3 +335,44 @@ def test_a_connection_cut_in_the_middle_of_a_body_harms_nobody(mocks: MockFactor
         connection.sendall(post_bytes(b"{" * 100)[:-50])
     assert mock.frontend.get("/health").status_code == 200
     assert not mock.engine.has_pending_request
+
+
+def test_kill_9_of_the_engine_ends_every_request_within_a_second(
+    socket_directory: Path, pool: ThreadPoolExecutor
+) -> None:
+    directory = socket_directory / "killed"
+    directory.mkdir()
+    engine = RealEngine(directory)
+    servers = [RealServer(kind, engine) for kind in FRONTENDS]
+    try:
+        for server in servers:
+            server.frontend.wait_ready(ENGINE_START_SECONDS)
+        end_by_kill([server.frontend for server in servers], engine, pool)
+    finally:
+        for server in servers:
+            server.close()
+        engine.close()
+
+
+def end_by_kill(frontends: list[FrontendProcess], engine: RealEngine, pool: ThreadPoolExecutor) -> None:
+    params = {"ignore_eos": True, "n": 4}
+    prompt = [1, 3, 4]
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(frontend.running_stream(prompt, sampling_params=params)) for frontend in frontends
+        ]
+        answers = [
+            pool.submit(frontend.generate, prompt, sampling_params=params) for frontend in frontends for _ in range(3)
+        ]
+        for frontend in frontends:
+            wait_until(lambda: frontend.metrics()["rollspan:num_requests_running"] > 4, "all running")  # noqa: B023
+        begin = time.monotonic()
+        engine.process.process.kill()
+        for answer in answers:
+            error_of(answer.result(), 503, "engine_dead")
+        for chunks in streams:
+            assert list(chunks)[-1]["error"]["reason"] == "engine_dead"
+        assert time.monotonic() - begin < WITHIN_A_SECOND
+    for frontend in frontends:
+        error_of(frontend.get("/health"), 503, "engine_dead")
+        assert frontend.terminate() == 0

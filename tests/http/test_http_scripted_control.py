@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import Mocked
 from frontend_process import error_of
 
+from conftest import Mocked
 from rollspan.protocol.messages import FinishReason
 
 POST_ROUTES = [
@@ -148,7 +148,11 @@ def test_a_weight_update_goes_to_the_engine_call_by_call(mock: Mocked, pool: Thr
         assert call.args == [{"path": "/w", "extra": [1]}]
         mock.engine.reply(call)
         assert answer.result().json() == {"message": "Weights updated"}
-    for sent, label in (({"weight_version": "s-1"}, "s-1"), ({"weight_version": 7}, "7"), ({"weight_version": None}, None)):
+    for sent, label in (
+        ({"weight_version": "s-1"}, "s-1"),
+        ({"weight_version": 7}, "7"),
+        ({"weight_version": None}, None),
+    ):
         answer = pool.submit(mock.frontend.post, "/finish_weight_update", sent)
         call = mock.engine.next_call("finish_weight_update")
         assert call.args == [label]
@@ -197,7 +201,14 @@ def test_a_failed_call_keeps_its_reason(
 
 @pytest.mark.parametrize(
     ("label", "kept"),
-    [("step-42", "step-42"), (7, "7"), (-1, "-1"), (2**63, "9223372036854775808"), ("é" * 128, "é" * 128), ("a b", "a b")],
+    [
+        ("step-42", "step-42"),
+        (7, "7"),
+        (-1, "-1"),
+        (2**63, "9223372036854775808"),
+        ("é" * 128, "é" * 128),
+        ("a b", "a b"),
+    ],
 )
 def test_labels_are_strings_or_integers(mock: Mocked, pool: ThreadPoolExecutor, label: Any, kept: str) -> None:
     answer = pool.submit(mock.frontend.post, "/update_weight_version", {"new_version": label})
@@ -208,12 +219,16 @@ def test_labels_are_strings_or_integers(mock: Mocked, pool: ThreadPoolExecutor, 
 
 
 @pytest.mark.parametrize("label", ["", "a\nb", "\x7f", "\u0085", "x" * 257, "é" * 129, 1.5, True, [], {}])
-@pytest.mark.parametrize(("path", "field"), [("/update_weight_version", "new_version"), ("/finish_weight_update", "weight_version")])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/update_weight_version", "new_version"), ("/finish_weight_update", "weight_version")]
+)
 def test_a_bad_label_is_refused(mock: Mocked, label: Any, path: str, field: str) -> None:
     shown = json.dumps(label, ensure_ascii=False)
     shown = shown if len(shown) <= 64 else shown[:64] + "..."
     message = error_of(mock.frontend.post(path, {field: label}), 400, "invalid_label", field)
-    assert message == f"{field} must be a string of 1 to 256 bytes without control characters or an integer, got {shown}"
+    assert (
+        message == f"{field} must be a string of 1 to 256 bytes without control characters or an integer, got {shown}"
+    )
 
 
 def test_a_new_label_is_required(mock: Mocked) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Mocked
 from frontend_process import GENERATE, error_of, events, post_bytes
 
+from conftest import Mocked
 from rollspan.protocol.messages import EngineCoreOutput, EngineError, FinishReason, LogprobsLists
 
 
@@ -96,7 +96,10 @@ def test_a_stream_sends_a_chunk_a_step_and_a_terminal_chunk(mock: Mocked, pool: 
         "prompt_token_ids": [5],
     }
     mock.engine.tokens(request.request_id, [11, 12], version="b", commit=2)
-    assert next(chunks) == {"request_id": "s-1", "choices": [{"index": 0, "token_ids": [11, 12], "finish_reason": None}]}
+    assert next(chunks) == {
+        "request_id": "s-1",
+        "choices": [{"index": 0, "token_ids": [11, 12], "finish_reason": None}],
+    }
     mock.engine.tokens(request.request_id, [], finish=FinishReason.ABORT, version="b", commit=2)
     last = next(chunks)
     assert isinstance(last.pop("created"), int)
@@ -291,16 +294,26 @@ def test_a_refusal_before_the_first_token_is_a_real_status(
     assert response.headers["x-request-id"] == "refused"
 
 
-def test_an_error_after_the_headers_is_an_event(mock: Mocked, pool: ThreadPoolExecutor) -> None:
-    body = {"token_ids": [5], "sampling_params": {}, "stream": True}
+def test_an_error_after_the_headers_ends_every_choice_and_then_is_an_event(
+    mock: Mocked, pool: ThreadPoolExecutor
+) -> None:
+    body = {"token_ids": [5], "sampling_params": {"n": 3}, "stream": True}
     answer = pool.submit(lambda: mock.frontend.http.send(streaming_request(mock, body), stream=True))
-    request = mock.engine.next_request()
-    mock.engine.tokens(request.request_id, [1])
+    requests = [mock.engine.next_request().request_id for _ in range(3)]
+    mock.engine.tokens(requests[0], [1], version="a", commit=1)
     response = answer.result()
     chunks = events(response)
     assert next(chunks)["choices"][0]["token_ids"] == [1]
-    mock.engine.tokens(request.request_id, [], finish=FinishReason.ERROR, error=EngineError("nan_logits", "not finite"))
-    *_, last = chunks
+    mock.engine.tokens(requests[1], [2], finish=FinishReason.STOP, version="a", commit=1)
+    assert next(chunks)["choices"][0]["finish_reason"] == "stop"
+    mock.engine.tokens(requests[0], [], finish=FinishReason.ERROR, error=EngineError("nan_logits", "not finite"))
+    *ends, last = chunks
+    response.close()
+    assert {chunk["choices"][0]["index"] for chunk in ends} == {0, 2}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in ends] == ["error", "error"]
+    assert [chunk["choices"][0]["token_ids"] for chunk in ends] == [[], []]
+    spans = {chunk["choices"][0]["index"]: chunk["choices"][0]["weight_versions"] for chunk in ends}
+    assert spans == {0: [{"version": "a", "start": 0, "end": 1}], 2: []}
     assert last == {
         "error": {
             "message": "not finite",
@@ -310,7 +323,7 @@ def test_an_error_after_the_headers_is_an_event(mock: Mocked, pool: ThreadPoolEx
             "reason": "nan_logits",
         }
     }
-    response.close()
+    assert mock.engine.next_abort() == requests[2]
 
 
 def test_one_failed_child_fails_the_request_and_stops_the_others(mock: Mocked, pool: ThreadPoolExecutor) -> None:
@@ -335,7 +348,12 @@ def test_a_client_that_goes_away_aborts_its_request(mock: Mocked, stream: bool) 
 
 def test_a_slow_reader_gets_everything_in_fewer_chunks(mock: Mocked, pool: ThreadPoolExecutor) -> None:
     steps = 6000
-    body = {"token_ids": [5], "sampling_params": {}, "stream": True, "stream_options": {"include_weight_versions": True}}
+    body = {
+        "token_ids": [5],
+        "sampling_params": {},
+        "stream": True,
+        "stream_options": {"include_weight_versions": True},
+    }
     answer = pool.submit(lambda: mock.frontend.http.send(streaming_request(mock, body), stream=True))
     request = mock.engine.next_request()
     mock.engine.tokens(request.request_id, [0], version="v0", commit=0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Mocked, MockFactory
 from frontend_process import GENERATE, error_of
 
+from conftest import Mocked, MockFactory
 from rollspan.protocol.messages import FinishReason
 
 JSON = {"Content-Type": "application/json"}
@@ -23,7 +23,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def answered(mock: Mocked, pool: ThreadPoolExecutor, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+def answered(
+    mock: Mocked, pool: ThreadPoolExecutor, body: Any, headers: dict[str, str] | None = None
+) -> httpx.Response:
     """Posts a request that must reach the engine, which answers it."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = pool.submit(mock.frontend.http.post, GENERATE, content=content, headers=headers or JSON)

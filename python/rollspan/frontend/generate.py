@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -20,6 +20,7 @@ from rollspan.frontend import completion
 from rollspan.frontend.answers import ErrorAnswer, JsonAnswer, answer_headers, encode_json, internal_error, read_body
 from rollspan.frontend.schemas import GenerateRequest, parse_generate
 from rollspan.frontend.state import Engine, FrontendState
+from rollspan.output_processor import RequestFailedError
 from rollspan.outputs import RequestOutput
 from rollspan.sampling_params import RequestOutputKind
 
@@ -92,12 +93,18 @@ class _Answer:
         async with aclosing(self._outputs(RequestOutputKind.DELTA)) as outputs:
             output: RequestOutput | None = await anext(outputs, None)
             await self._send_headers(send)
+            chunks = _Chunks(self._request, self._engine.hello.model.name, self._created)
             try:
-                await self._send_chunks(send, output, outputs)
+                while output is not None:
+                    await _send_events(send, chunks.of(output))
+                    output = await anext(outputs, None)
+                await _send_events(send, chunks.last(self._request_id))
             except RollspanError as error:
-                await _send_event(send, error.body())
+                if isinstance(error, RequestFailedError) and error.partial_output is not None:
+                    await _send_events(send, chunks.of(error.partial_output))
+                await _send_events(send, [error.body()])
             except Exception as error:  # noqa: BLE001 - internal_error logs it; the headers are out
-                await _send_event(send, internal_error(error).body())
+                await _send_events(send, [internal_error(error).body()])
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send_headers(self, send: Send) -> None:
@@ -108,34 +115,50 @@ class _Answer:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _send_chunks(
-        self, send: Send, output: RequestOutput | None, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> None:
+
+class _Chunks:
+    """The chunks of one stream: what outputs become, and the counts that run along."""
+
+    def __init__(self, request: GenerateRequest, model: str, created: int) -> None:
+        self._request = request
+        self._model = model
+        self._created = created
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._first = True
+        self._ended: set[int] = set()
+
+    def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """A chunk for each choice that has new tokens or has ended since its last chunk."""
         request = self._request
-        model = self._engine.hello.model.name
-        completion_tokens = cached_tokens = 0
-        first = True
-        while output is not None:
-            cached_tokens = output.num_cached_tokens
-            for choice in output.outputs:
-                if not choice.token_ids and not choice.finished():
-                    continue
-                completion_tokens += len(choice.token_ids)
-                event = completion.chunk(request, output, choice, model, self._created)
-                if first and request.return_token_ids:
-                    event["prompt_token_ids"] = request.token_ids
-                first = False
-                if request.continuous_usage_stats:
-                    event["usage"] = completion.usage(len(request.token_ids), completion_tokens, cached_tokens)
-                await _send_event(send, event)
-            output = await anext(outputs, None)
-        if request.include_usage:
-            counts = completion.usage(len(request.token_ids), completion_tokens, cached_tokens)
-            await _send_event(send, {"request_id": self._request_id, "choices": [], "usage": counts})
+        self._cached_tokens = output.num_cached_tokens
+        for choice in output.outputs:
+            if choice.index in self._ended or not (choice.token_ids or choice.finished()):
+                continue
+            if choice.finished():
+                self._ended.add(choice.index)
+            self._completion_tokens += len(choice.token_ids)
+            event = completion.chunk(request, output, choice, self._model, self._created)
+            if self._first and request.return_token_ids:
+                event["prompt_token_ids"] = request.token_ids
+            self._first = False
+            if request.continuous_usage_stats:
+                event["usage"] = self._usage()
+            yield event
+
+    def last(self, request_id: str) -> Iterator[dict[str, Any]]:
+        """The usage chunk, when it was asked for."""
+        if self._request.include_usage:
+            yield {"request_id": request_id, "choices": [], "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return completion.usage(len(self._request.token_ids), self._completion_tokens, self._cached_tokens)
 
 
-async def _send_event(send: Send, value: Any) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + encode_json(value) + b"\n\n", "more_body": True})
+async def _send_events(send: Send, values: Iterable[Any]) -> None:
+    for value in values:
+        event = b"data: " + encode_json(value) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 async def _run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
