@@ -8,6 +8,7 @@ PYTHON ?= python3
 # Cargo profile of the editable install: dev or release.
 PROFILE ?= dev
 CACHE := $(or $(ROLLSPAN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollspan)
+TRAIN_OUT ?= build/models
 # One environment for each checkout, Python and lock file; another lock makes another environment.
 VENV := $(CACHE)/venv-$(shell (cat requirements-dev.lock; pwd; $(PYTHON) -VV) | cksum | tr ' ' '-')
 RUN := $(VENV)/bin/python -m
@@ -50,10 +51,16 @@ setup: environment cargo ## Create the environment and install this checkout int
 
 bench: PROFILE := release
 bench: setup ## Measure throughput and latency on the embedded model, through each frontend
-	@rollspan bench serve
+	@for frontend in rust python; do \
+		exec 3< <(exec rollspan serve --port 0 --events --log-level warning --frontend $$frontend); server=$$!; \
+		url=$$(sed -n '/"ready"/ { s/.*"url": "\([^"]*\)".*/\1/p; q }' <&3); \
+		echo "== $$frontend frontend"; \
+		rollspan bench serve --url "$$url" $(BENCH_ARGUMENTS); \
+		kill $$server; wait $$server; \
+	done
 
-train: setup ## Train the embedded model's checkpoints again
-	@$(RUN) rollspan.models.train
+train: setup ## Train the embedded model's checkpoints again, into TRAIN_OUT=build/models
+	@$(RUN) rollspan.models.train --out $(TRAIN_OUT)
 
 lock: $(UV) ## Compile the lock files from pyproject.toml
 	@$(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --custom-compile-command "make lock" \
