@@ -1,0 +1,1 @@
+"""Tests of the engine: model runner, scheduler, sampler, weights, control, process."""

@@ -1,0 +1,54 @@
+"""Models and engines that the tests of this room share; each model is made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.harness import Engine
+from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
+
+References = dict[tuple[int, ...], list[int]]
+TOKENS = 12
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """A tiny random model by kind (a key of CONFIGS)."""
+    made: dict[str, TinyModel] = {}
+
+    def get(kind: str) -> TinyModel:
+        if kind not in made:
+            made[kind] = make_model(tmp_path_factory.mktemp("models") / kind, CONFIGS[kind]())
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def references(tiny: Callable[[str], TinyModel]) -> Callable[[str], References]:
+    """Prompts and what transformers generates from them (12 tokens, greedy), by kind of model."""
+    made: dict[str, References] = {}
+
+    def get(kind: str) -> References:
+        if kind not in made:
+            made[kind] = decisive_prompts(tiny(kind), count=8, tokens=TOKENS)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture
+def llama(tiny: Callable[[str], TinyModel]) -> TinyModel:
+    """The model for tests that need just some model."""
+    return tiny("llama")
+
+
+@pytest.fixture
+def engine(llama: TinyModel) -> Iterator[Engine]:
+    """A fresh engine on the tiny Llama."""
+    engine = Engine(llama)
+    yield engine
+    engine.core.abort_requests(list(engine.results))
+    engine.run()  # going idle verifies the scheduler's invariants

@@ -1,0 +1,146 @@
+"""Drives an EngineCore step by step and keeps what it says about each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.models import TinyModel
+from rollspan.config import EngineConfig
+from rollspan.engine.core import EngineCore
+from rollspan.protocol import codec
+from rollspan.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    FinishReason,
+    UtilityCall,
+    UtilityOutput,
+)
+from rollspan.sampling_params import SamplingParams
+
+Stamp = tuple[str | None, int | None]
+
+
+@dataclass
+class Result:
+    """All that came for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    stamps: list[Stamp] = field(default_factory=list)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: EngineError | None = None
+
+    @property
+    def admissions(self) -> list[tuple[str, int]]:
+        """Admission stamps, in order of arrival."""
+        return [tuple(output.admission) for output in self.outputs if output.admission is not None]
+
+    def add(self, output: EngineCoreOutput, stamp: Stamp) -> None:
+        assert self.finish_reason is None, "an output after the terminal one"
+        self.outputs.append(output)
+        self.token_ids += output.new_token_ids
+        self.stamps += [stamp] * len(output.new_token_ids)
+        self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+
+
+class Engine:
+    """An EngineCore in this thread. Every message goes through the codec, as on a link."""
+
+    def __init__(self, model: TinyModel | str, **config: Any) -> None:
+        path = model if isinstance(model, str) else str(model.path)
+        if isinstance(model, TinyModel) and "kv_cache_memory" not in config:
+            block = model.bytes_per_token * config.get("block_size", 16)
+            config["kv_cache_memory"] = block * (1 + config.pop("num_blocks", 64))
+        self.core = EngineCore(EngineConfig(model=path, num_threads=1, **config))
+        self.hello = self.core.hello()
+        self.results: dict[str, Result] = {}
+        self.stats: dict[int, list[dict[str, Any]]] = {}
+        self.replies: dict[tuple[int, int], UtilityOutput] = {}
+        self._calls = 0
+
+    def add(self, request_id: str, prompt: list[int] | tuple[int, ...], *, client: int = 0, **params: Any) -> Result:
+        """Admits a request, resolved as a frontend does; ``priority`` is the request's, the rest are its params."""
+        priority = params.pop("priority", 0)
+        params = {"temperature": 0.0, **params}
+        resolved = SamplingParams(**params).resolve(
+            prompt_length=len(prompt),
+            max_model_len=self.hello.limits.max_model_len,
+            eos_token_ids=self.hello.model.eos_token_ids,
+        )
+        return self.send(EngineCoreRequest(request_id, list(prompt), resolved, client_index=client, priority=priority))
+
+    def send(self, request: EngineCoreRequest) -> Result:
+        """Admits a request as it is."""
+        result = self.results[request.request_id] = Result()
+        self.core.add_request(codec.decode_request(codec.encode_request(request)))
+        return result
+
+    def step(self) -> list[tuple[int, EngineCoreOutputs]]:
+        """One step; what it says is filed."""
+        messages = [(c, codec.decode_outputs([codec.encode_outputs(message)])) for c, message in self.core.step()]
+        for client, message in messages:
+            for output in message.outputs:
+                result = self.results.setdefault(output.request_id, Result())
+                result.add(output, (message.weight_version, message.weight_commit))
+            if message.scheduler_stats is not None:
+                self.stats.setdefault(client, []).append(message.scheduler_stats)
+            if message.utility_output is not None:
+                self.replies[client, message.utility_output.call_id] = message.utility_output
+        return messages
+
+    def step_until(self, condition: Callable[[], object], limit: int = 2000) -> None:
+        """Steps until the condition holds.
+
+        Raises:
+            AssertionError: it does not within ``limit`` steps.
+        """
+        for _ in range(limit):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"nothing came of {limit} steps")
+
+    def run(self) -> None:
+        """Steps until there is nothing to do."""
+        self.step_until(lambda: not self.core.has_work())
+
+    def start_call(self, method: str, *args: Any, client: int = 0) -> Callable[[], UtilityOutput | None]:
+        """Calls a method; the returned function gives its answer once there is one."""
+        self._calls += 1
+        call_id = self._calls
+        call = UtilityCall(client, call_id, method, list(args))
+        self.core.call_utility(client, codec.decode_utility_call(codec.encode_utility_call(call)))
+        return lambda: self.replies.get((client, call_id))
+
+    def call(self, method: str, *args: Any, client: int = 0) -> UtilityOutput:
+        """Calls a method and steps until it is answered."""
+        answer = self.start_call(method, *args, client=client)
+        self.step_until(answer)
+        reply = answer()
+        assert reply is not None
+        return reply
+
+    def result_of(self, method: str, *args: Any) -> Any:
+        """The result of a call that must succeed."""
+        reply = self.call(method, *args)
+        assert reply.failure is None, reply
+        return reply.result
+
+    def failure_of(self, method: str, *args: Any) -> tuple[str, str]:
+        """(reason, message) of a call that must fail."""
+        reply = self.call(method, *args)
+        assert reply.failure is not None, reply
+        assert reply.reason is not None, reply
+        return reply.reason, reply.failure
+
+    def generate(self, prompts: list[tuple[int, ...]], **params: Any) -> list[Result]:
+        """Runs prompts together to their end."""
+        base = len(self.results)
+        results = [self.add(f"g{base + index}", prompt, **params) for index, prompt in enumerate(prompts)]
+        self.run()
+        return results
