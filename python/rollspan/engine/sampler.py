@@ -40,7 +40,7 @@ class Samples:
 
     Attributes:
         token_ids: S ids; meaningless where ``valid`` is False.
-        valid: False where the logits hold NaN or no finite maximum.
+        valid: False where the logits hold NaN or no finite maximum, or no token is left to choose.
         logprobs: per request, or None where it asked for none.
     """
 
@@ -79,6 +79,8 @@ class Sampler:
             rows = logprobs if len(drawn) == len(requests) else logprobs[drawn]
             picked = _inverse_cdf(rows, torch.from_numpy(draws).to(rows.device))
             tokens = picked if len(drawn) == len(requests) else tokens.index_copy(0, _index(drawn, tokens), picked)
+        # Processing may leave no token (all of them masked) or infinite logits (tiny temperature): the choice is none.
+        valid &= torch.isfinite(logprobs.gather(1, tokens[:, None])[:, 0])
         reported = torch.log_softmax(logits, dim=-1) if self._raw_logprobs else logprobs
         return Samples(tokens.tolist(), valid.tolist(), _gather_logprobs(reported, tokens, requests))
 
@@ -90,7 +92,8 @@ class Sampler:
         if masked:
             logits = logits.clone()
             for row, request in masked:
-                logits[row, list(request.params.all_stop_token_ids)] = -torch.inf
+                stops = [token for token in request.params.all_stop_token_ids if token < vocabulary]
+                logits[row, stops] = -torch.inf
         if any(not p.greedy and p.temperature != 1.0 for p in params):
             temperatures = [1.0 if p.greedy else p.temperature for p in params]
             logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
@@ -137,19 +140,17 @@ def _gather_logprobs(
         for row, request in enumerate(requests)
         if request.params.logprobs is not None
     }
-    if not wanted:
-        return result
-    index = _index(list(wanted), logprobs)
-    rows = logprobs.index_select(0, index)
-    chosen = tokens.index_select(0, index)[:, None]
-    chosen_logprob = rows.gather(1, chosen)
-    ranks = ((rows > chosen_logprob).sum(dim=-1) + 1).to(torch.int32).cpu().numpy()
-    top_values, top_ids = torch.topk(rows, max(wanted.values()), dim=-1)
-    ids = torch.cat((chosen, top_ids), dim=1).to(torch.int32).cpu().numpy()
-    values = torch.cat((chosen_logprob, top_values), dim=1).cpu().numpy()
-    for place, (row, count) in enumerate(wanted.items()):
-        columns = count + 1
-        result[row] = LogprobsLists(
-            ids[place : place + 1, :columns], values[place : place + 1, :columns], ranks[place : place + 1]
-        )
+    # Rows that want the same number go together: which of equal tokens topk lists depends on k, never on the batch.
+    for count in set(wanted.values()):
+        group = [row for row, number in wanted.items() if number == count]
+        rows = logprobs.index_select(0, _index(group, logprobs))
+        chosen = tokens.index_select(0, _index(group, logprobs))[:, None]
+        chosen_logprob = rows.gather(1, chosen)
+        ranks = ((rows > chosen_logprob).sum(dim=-1) + 1).to(torch.int32).cpu().numpy()
+        top_values, top_ids = torch.topk(rows, count, dim=-1)
+        ids = torch.cat((chosen, top_ids), dim=1).to(torch.int32).cpu().numpy()
+        values = torch.cat((chosen_logprob, top_values), dim=1).cpu().numpy()
+        for place, row in enumerate(group):
+            one = slice(place, place + 1)
+            result[row] = LogprobsLists(ids[one], values[one], ranks[one])
     return result
