@@ -97,7 +97,7 @@ $(VENV)/complete: requirements-dev.lock | $(UV)
 
 $(CACHE)/uv/bin/uv:
 	@echo "installing uv into $(CACHE)/uv"
-	@$(PYTHON) -m pip install --quiet --upgrade --target $(CACHE)/uv "uv>=0.9"
+	@PIP_ROOT_USER_ACTION=ignore $(PYTHON) -m pip install --quiet --upgrade --target $(CACHE)/uv "uv>=0.9"
 
 uv: ;
 
