@@ -103,7 +103,7 @@ def start_process(
 
 
 def stop_process(process: subprocess.Popen[bytes], timeout: float) -> int:
-    """Sends SIGTERM, waits ``timeout`` seconds, then kills what is left of the child's session; returns the exit code."""
+    """Sends SIGTERM, waits ``timeout`` seconds, then kills the child's whole session; returns the exit code."""
     process.terminate()
     try:
         return process.wait(timeout)
