@@ -28,11 +28,12 @@ def frontend_command(kind: str) -> list[str]:
         return [sys.executable, "-m", "rollspan.frontend"]
     from rollspan.launcher import binary_places, find_http_binary
 
-    target = os.environ.get("CARGO_TARGET_DIR")
-    built = [Path(target) / "debug" / "rollspan-http"] if target and "ROLLSPAN_HTTP_BINARY" not in os.environ else []
-    binary = next((path for path in built if path.is_file()), None) or find_http_binary()
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).parents[2] / "target")
+    built = target / "debug" / "rollspan-http"
+    chosen = "ROLLSPAN_HTTP_BINARY" in os.environ
+    binary = built if built.is_file() and not chosen else find_http_binary()
     if binary is None:
-        places = ", ".join(str(path) for path in [*built, *binary_places()])
+        places = ", ".join(str(path) for path in [built, *binary_places()])
         raise AssertionError(f"rollspan-http is not built (ROLLSPAN_PURE_PYTHON=1 tests without it): {places}")
     return [str(binary)]
 

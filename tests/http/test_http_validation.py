@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -311,3 +312,41 @@ def test_the_whole_vocabulary_is_allowed_where_it_is_small(mocks: MockFactory, p
     assert request.sampling_params.logprobs == -1
     mock.engine.tokens(request.request_id, [], finish=FinishReason.ABORT)
     assert answer.result().status_code == 200
+
+
+VECTORS = json.loads(
+    (Path(__file__).parents[1] / "conformance" / "generate_validation.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("served", VECTORS["served"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_shared_vectors_hold_over_http(
+    mocks: MockFactory, pool: ThreadPoolExecutor, served: str, strict: bool
+) -> None:
+    facts = VECTORS["served"][served]
+    model = {"name": facts["model"], "eos_token_ids": facts["eos_token_ids"]}
+    mock = mocks.start(*(["--strict-requests"] if strict else []), limits=facts["limits"], model=model)
+    for case in VECTORS["cases"]:
+        if (case.get("served", "plain"), case.get("strict", False)) != (served, strict):
+            continue
+        header = case.get("header")
+        if header is not None and not header.isprintable():
+            continue  # no HTTP client sends that
+        content = bytes.fromhex(case["body_hex"]) if "body_hex" in case else case["body"].encode()
+        headers = {**JSON, **({} if header is None else {"X-Request-Id": header.encode()})}
+        answer = pool.submit(mock.frontend.http.post, GENERATE, content=content, headers=headers)
+        if "error" in case:
+            expected = case["error"]
+            response = answer.result()
+            error = response.json()["error"]
+            assert (error["reason"], error["param"]) == (expected["reason"], expected["param"]), case["title"]
+            assert expected["message"] in (None, error["message"]), case["title"]
+            assert response.status_code == error["code"]
+            continue
+        request = mock.engine.next_request()
+        for _ in range(1, case["request"]["sampling"].get("n", 1)):
+            mock.engine.next_request()
+        assert request.prompt_token_ids == case["request"]["token_ids"], case["title"]
+        mock.frontend.post("/abort_requests")
+        assert answer.result().status_code == 200, case["title"]

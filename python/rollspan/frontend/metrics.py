@@ -9,9 +9,22 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
-from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineHello
+from rollspan.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineHello,
+    FinishReason,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,7 +41,7 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = tuple(str(reason) for reason in FinishReason)
 
 
 @dataclass(slots=True)
@@ -46,6 +59,7 @@ class Metrics:
     """Counters, gauges and histograms of one engine link."""
 
     def __init__(self, hello: EngineHello, model_name: str) -> None:
+        disable_created_metrics()  # otherwise each counter comes with a second series of its birth time
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._sequences: dict[str, _Sequence] = {}
@@ -142,8 +156,7 @@ class Metrics:
             self._finished(sequence, str(output.finish_reason), now)
 
     def _finished(self, sequence: _Sequence, reason: str, now: float) -> None:
-        if reason in self._success:
-            self._success[reason].inc()
+        self._success[reason].inc()
         self._request.observe(now - sequence.arrival)
         if sequence.spans_update:
             self._spanning.inc()
