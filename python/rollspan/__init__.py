@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollspan.outputs import CompletionOutput, Logprob, RequestOutput
     from rollspan.sampling_params import RequestOutputKind, SamplingParams
     from rollspan.spans import CommitSpan, SpanBuilder, VersionSpan
+    from rollspan.version import __version__
 
 __all__ = [
     "LLM",
@@ -49,14 +50,11 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "SpanBuilder": "spans",
     "VersionSpan": "spans",
+    "__version__": "version",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from rollspan.version import __version__
-
-        return __version__
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"rollspan.{_MODULES[name]}"), name)
