@@ -1,5 +1,7 @@
 //! Outputs of the engine become collected answers and chunks of streams.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::sync::Arc;
 
 use rollspan_generate::{AnswerFacts, ApiError, Choice, ChunkWriter, GenerateRequest, Reason, Served, collected};
@@ -24,8 +26,8 @@ fn tokens(ids: &[u32]) -> EngineCoreOutput {
     EngineCoreOutput { request_id: "e1-0".into(), new_token_ids: ids.to_vec(), ..EngineCoreOutput::default() }
 }
 
-fn admitted(label: &str, commit: u64) -> Option<Admission> {
-    Some(Admission { weight_version: Arc::from(label), weight_commit: commit })
+fn admitted(label: &str, commit: u64) -> Admission {
+    Admission { weight_version: Arc::from(label), weight_commit: commit }
 }
 
 fn last(ids: &[u32]) -> EngineCoreOutput {
@@ -46,7 +48,7 @@ fn a_collected_answer_has_all_the_fields_of_the_contract() {
     let request = request(r#","return_token_ids":true"#, "");
     let mut choice = Choice::new(0, false);
     let stats = PrefillStats { num_prompt_tokens: 3, num_computed_tokens: 1, num_cached_tokens: 2 };
-    let first = EngineCoreOutput { admission: admitted("A", 0), prefill_stats: Some(stats), ..tokens(&[7]) };
+    let first = EngineCoreOutput { admission: Some(admitted("A", 0)), prefill_stats: Some(stats), ..tokens(&[7]) };
     choice.push(first, Some("A"), Some(0)).unwrap();
     let end = EngineCoreOutput {
         finish_reason: Some(FinishReason::Stop),
@@ -146,7 +148,7 @@ fn stream_chunks_hold_new_tokens_and_the_last_one_everything() {
     let mut choices = [Choice::new(0, false)];
     let mut writer = ChunkWriter::default();
     assert_eq!(next(&mut writer, &request, &mut choices, 0), None);
-    let first = EngineCoreOutput { admission: admitted("A", 0), ..tokens(&[7]) };
+    let first = EngineCoreOutput { admission: Some(admitted("A", 0)), ..tokens(&[7]) };
     choices[0].push(first, Some("A"), Some(0)).unwrap();
     let chunk = next(&mut writer, &request, &mut choices, 0).unwrap();
     let expected = json!({
@@ -213,7 +215,7 @@ fn the_root_stamp_is_null_where_the_sequences_differ() {
     let request = request("", r#""n":2"#);
     let mut choices = [Choice::new(0, false), Choice::new(1, false)];
     for (index, (label, commit)) in [("A", 0), ("A", 1)].into_iter().enumerate() {
-        let output = EngineCoreOutput { admission: admitted(label, commit), ..last(&[7]) };
+        let output = EngineCoreOutput { admission: Some(admitted(label, commit)), ..last(&[7]) };
         choices[index].push(output, Some(label), Some(commit)).unwrap();
     }
     let answered = answer(&request, &choices);

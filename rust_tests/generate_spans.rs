@@ -1,5 +1,7 @@
 //! The shared vectors of spans, run by Rust, and the laws of spans against a brute-force twin.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 #[path = "support/vectors.rs"]
 #[expect(dead_code, reason = "no messages here")]
 mod vectors;

@@ -1,5 +1,7 @@
 //! The shared vectors of request validation, run by Rust; `tests/unit/test_conformance_generate.py` runs the same file.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 #[path = "support/vectors.rs"]
 #[expect(dead_code, reason = "no messages here")]
 mod vectors;

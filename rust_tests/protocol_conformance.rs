@@ -1,5 +1,7 @@
 //! The shared vectors of the engine link, run by the Rust codec; `tests/unit/test_conformance.py` runs the same files.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 #[path = "support/vectors.rs"]
 mod vectors;
 

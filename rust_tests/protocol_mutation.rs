@@ -1,5 +1,7 @@
 //! Bounded random mutation of the vectors: whatever comes in, a decoder answers, and what it accepts it can encode.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 #[path = "support/vectors.rs"]
 #[expect(dead_code, reason = "this test needs the bytes of the vectors, not their meaning")]
 mod vectors;
