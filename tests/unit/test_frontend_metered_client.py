@@ -1,0 +1,136 @@
+"""The metered client: every call goes through, and the metrics see what passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollspan.client.base import EngineCoreClient
+from rollspan.errors import RollspanError
+from rollspan.frontend.metered_client import MeteredClient
+from rollspan.frontend.metrics import Metrics
+from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from rollspan.sampling_params import SamplingParams
+from support.fake_engine import HELLO
+
+
+class StubClient(EngineCoreClient):
+    """A link that the test plays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hello = HELLO
+        self.failure: RollspanError | None = None
+        self.aborted: list[str] = []
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        self.check_alive()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return (method, args)
+
+    async def close(self) -> None:
+        pass
+
+    def say(self, message: EngineCoreOutputs) -> None:
+        assert self._on_outputs is not None
+        self._on_outputs(message)
+
+    def die(self, error: RollspanError) -> None:
+        self.death = error
+        assert self._on_death is not None
+        self._on_death(error)
+
+
+class Link:
+    """A metered client over a stub, and what its users were told."""
+
+    def __init__(self) -> None:
+        self.stub = StubClient()
+        self.metrics = Metrics(HELLO, "m")
+        self.deaths: list[RollspanError] = []
+        self.messages: list[EngineCoreOutputs] = []
+        self.client = MeteredClient(self.stub, self.metrics, self.deaths.append)
+        self.client.set_output_handler(self.messages.append)
+        self.client.set_death_handler(self.deaths.append)
+
+    def sample(self, line: str) -> float:
+        """Value of one line of the exposition, 0 when it is not there."""
+        for text in self.metrics.render().decode().splitlines():
+            if text.startswith(line + " "):
+                return float(text.rpartition(" ")[2])
+        return 0.0
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+def request(request_id: str) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, [1, 2], SamplingParams(max_tokens=4))
+
+
+async def test_outputs_reach_the_user_and_the_counters(link: Link) -> None:
+    await link.client.add_request(request("a"))
+    message = EngineCoreOutputs(
+        outputs=[EngineCoreOutput("a", [1, 2, 3], finish_reason=FinishReason.STOP)], weight_version="v", weight_commit=0
+    )
+    link.stub.say(message)
+    assert link.messages == [message]
+    assert link.sample('rollspan:generation_tokens_total{model_name="m"}') == 3
+    assert link.sample('rollspan:request_success_total{finished_reason="stop",model_name="m"}') == 1
+
+
+async def test_an_aborted_sequence_is_counted_once(link: Link) -> None:
+    await link.client.add_request(request("a"))
+    await link.client.abort(["a", "unknown"])
+    link.stub.say(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], finish_reason=FinishReason.ABORT)]))
+    assert link.stub.aborted == ["a", "unknown"]
+    assert link.sample('rollspan:request_success_total{finished_reason="abort",model_name="m"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "reason", "success", "failure"),
+    [
+        ("finish_weight_update", None, 1, 0),
+        ("update_weights", None, 0, 0),
+        ("start_weight_update", None, 0, 0),
+        ("update_weights", "weights_invalid", 0, 1),
+        ("finish_weight_update", "weights_invalid", 0, 1),
+        ("finish_weight_update", "no_update_active", 0, 0),
+        ("start_weight_update", "update_active", 0, 0),
+        ("resume_scheduler", "internal_error", 0, 0),
+    ],
+)
+async def test_updates_are_counted_by_how_they_ended(
+    link: Link, method: str, reason: str | None, success: int, failure: int
+) -> None:
+    if reason is None:
+        assert await link.client.call_utility(method, 1) == (method, (1,))
+    else:
+        link.stub.failure = RollspanError("no", reason=reason)
+        with pytest.raises(RollspanError):
+            await link.client.call_utility(method, 1)
+    assert link.sample('rollspan:weight_updates_total{model_name="m",result="success"}') == success
+    assert link.sample('rollspan:weight_updates_total{model_name="m",result="failure"}') == failure
+
+
+async def test_death_is_told_to_both_and_ends_every_sequence(link: Link) -> None:
+    await link.client.add_request(request("a"))
+    link.stub.decode_errors["malformed"] = 1
+    error = RollspanError("gone", reason="decode_error")
+    link.stub.die(error)
+    assert link.deaths == [error, error]
+    with pytest.raises(RollspanError):
+        link.client.check_alive()
+    with pytest.raises(RollspanError):
+        await link.client.add_request(request("b"))
+    assert link.sample('rollspan:request_success_total{finished_reason="error",model_name="m"}') == 1
+    assert link.sample('rollspan:wire_decode_errors_total{model_name="m",reason="malformed"}') == 1
