@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import secrets
@@ -98,7 +99,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True when :meth:`step` has something to run or to deliver."""
-        return bool(self._outbox) or self._scheduler.has_work()
+        drained = self._draining is not None and self._scheduler.drained
+        return drained or bool(self._outbox) or self._scheduler.has_work()
 
     def add_request(self, message: m.EngineCoreRequest) -> None:
         """Admits a request under the weights now in force, or answers with a terminal error output."""
@@ -274,10 +276,18 @@ class EngineCore:
             unknown = RollspanError(f"unknown method {shown(call.method)}", reason="unknown_method")
             self._reply(client_index, call, lambda: _raise(unknown))
         else:
-            method = self._methods[call.method]
-            self._reply(client_index, call, lambda: method(*call.args))
+            self._reply(client_index, call, lambda: self._run_method(call))
             if not call.method.startswith(("get_", "is_")):
                 self._report()
+
+    def _run_method(self, call: m.UtilityCall) -> Any:
+        method = self._methods[call.method]
+        try:
+            inspect.signature(method).bind(*call.args)
+        except TypeError as error:
+            text = f"{call.method} cannot be called with {len(call.args)} arguments: {error}"
+            raise RollspanError(text, reason="invalid_request") from None
+        return method(*call.args)
 
     def _reply(self, client_index: int, call: m.UtilityCall, work: Callable[[], Any]) -> None:
         try:
@@ -291,8 +301,8 @@ class EngineCore:
         self._send(client_index, None, utility_output=reply)
 
     def _pause(self, client_index: int, call: m.UtilityCall) -> None:
-        mode, clear_cache = (*call.args, True)[:2] if call.args else ("abort", True)
-        if mode not in ("abort", "wait", "keep") or not isinstance(clear_cache, bool):
+        mode, clear_cache, *more = (*call.args, *("abort", True)[len(call.args) :])
+        if more or mode not in ("abort", "wait", "keep") or not isinstance(clear_cache, bool):
             wrong = RollspanError(
                 f"mode must be abort, wait or keep and clear_cache true or false, got {shown(call.args)}",
                 reason="invalid_request",
