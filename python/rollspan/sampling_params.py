@@ -218,7 +218,7 @@ class SamplingParams:
         return cls(**values), sorted(key for key in mapping if key not in known)
 
     def check_model(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Checks what depends on the model: stop token ids and logprobs.
+        """Checks what depends on the model: stop token ids, logprobs, and that min_tokens leaves a token to sample.
 
         Raises:
             RollspanError: ``invalid_request`` naming the field.
@@ -226,6 +226,8 @@ class SamplingParams:
         _check_stop_token_ids(list(self.stop_token_ids), vocab_size)
         if self.logprobs is not None:
             _check_logprobs(self.logprobs, vocab_size, max_logprobs)
+        if self.min_tokens and len({token for token in self.all_stop_token_ids if token < vocab_size}) == vocab_size:
+            raise wrong_value(f"{PATH}.min_tokens", "0 where every token ends the output", self.min_tokens)
 
     def resolve(self, *, prompt_length: int, max_model_len: int, eos_token_ids: list[int]) -> SamplingParams:
         """Fills in what depends on model and prompt, as PROTOCOL.md says (max_tokens, EOS, stop ids).
