@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from engine.models import TinyModel
 from rollspan.config import EngineConfig
@@ -48,8 +51,15 @@ class Result:
         self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
 
 
+def _key(client: int, request_id: str) -> str:
+    return f"{client}:{request_id}" if client else request_id
+
+
 class Engine:
-    """An EngineCore in this thread. Every message goes through the codec, as on a link."""
+    """An EngineCore in this thread. Every message goes through the codec, as on a link.
+
+    ``results`` holds what was said to client 0 by request id, to another one by ``"client:id"``.
+    """
 
     def __init__(self, model: TinyModel | str, **config: Any) -> None:
         path = model if isinstance(model, str) else str(model.path)
@@ -76,7 +86,7 @@ class Engine:
 
     def send(self, request: EngineCoreRequest) -> Result:
         """Admits a request as it is."""
-        result = self.results[request.request_id] = Result()
+        result = self.results[_key(request.client_index, request.request_id)] = Result()
         self.core.add_request(codec.decode_request(codec.encode_request(request)))
         return result
 
@@ -85,7 +95,7 @@ class Engine:
         messages = [(c, codec.decode_outputs([codec.encode_outputs(message)])) for c, message in self.core.step()]
         for client, message in messages:
             for output in message.outputs:
-                result = self.results.setdefault(output.request_id, Result())
+                result = self.results.setdefault(_key(client, output.request_id), Result())
                 result.add(output, (message.weight_version, message.weight_commit))
             if message.scheduler_stats is not None:
                 self.stats.setdefault(client, []).append(message.scheduler_stats)
@@ -137,6 +147,24 @@ class Engine:
         assert reply.failure is not None, reply
         assert reply.reason is not None, reply
         return reply.reason, reply.failure
+
+    def parameters(self, name: str) -> list[torch.nn.Parameter]:
+        """The parameter of the model in use, to be damaged; a test has no business with it otherwise."""
+        model = self.core._runner._model
+        return [parameter for key, parameter in model.named_parameters(remove_duplicate=False) if key == name]
+
+    @contextlib.contextmanager
+    def broken_model(self, text: str) -> Iterator[None]:
+        """Inside, every forward pass raises."""
+
+        def fail(*_: object) -> None:
+            raise RuntimeError(text)
+
+        handle = self.core._runner._model.register_forward_pre_hook(fail)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def generate(self, prompts: list[tuple[int, ...]], **params: Any) -> list[Result]:
         """Runs prompts together to their end."""
