@@ -29,7 +29,7 @@ demo: setup ## See rollouts across a live weight update, each token coloured by 
 
 test: setup ## Run every test: Rust, Python, both frontends, packaging
 	@if cargo nextest --version >/dev/null 2>&1; \
-	then cargo nextest run --workspace --locked; else cargo test --workspace --locked; fi
+	then cargo nextest run --workspace --locked --status-level slow; else cargo test --workspace --locked; fi
 	@$(RUN) pytest $(PYTEST_ARGUMENTS)
 
 lint: environment cargo ## Check style and types of both languages
