@@ -19,10 +19,12 @@ logger = logging.getLogger("rollspan.frontend")
 MAX_IGNORED_HEADER = 1024
 RETRY_STATUSES = (429, 503)
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 
 def encode_json(value: Any) -> bytes:
     """``value`` as compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8")
+    return _ENCODER.encode(value).encode("utf-8")
 
 
 class JsonAnswer(Response):

@@ -114,10 +114,14 @@ class Metrics:
         if message.scheduler_stats is not None:
             self._state_changed(message.scheduler_stats, message)
         now = time.monotonic()
+        tokens = 0
         for output in message.outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is not None:
+                tokens += len(output.new_token_ids)
                 self._output_received(sequence, output, message.weight_commit, now)
+        if tokens:
+            self._generation_tokens.inc(tokens)
 
     def weight_update_ended(self, result: str) -> None:
         """``result`` is ``success`` or ``failure``."""
@@ -142,7 +146,6 @@ class Metrics:
 
     def _output_received(self, sequence: _Sequence, output: EngineCoreOutput, commit: int | None, now: float) -> None:
         if output.new_token_ids:
-            self._generation_tokens.inc(len(output.new_token_ids))
             if sequence.last_token is None:
                 self._prompt_tokens.inc(sequence.prompt_tokens)
                 self._first_token.observe(now - sequence.arrival)
