@@ -59,7 +59,8 @@ class Metrics:
     """Counters, gauges and histograms of one engine link."""
 
     def __init__(self, hello: EngineHello, model_name: str) -> None:
-        disable_created_metrics()  # otherwise each counter comes with a second series of its birth time
+        # Otherwise each counter comes with a second series of its birth time.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._sequences: dict[str, _Sequence] = {}
