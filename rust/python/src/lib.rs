@@ -1,1 +1,26 @@
-//! Under way.
+//! `rollspan._native`: the decoder and the span builder of the Rust frontend, for Python.
+//!
+//! Everything here has a twin in pure Python, which is its definition; the package works without this module.
+
+mod codec;
+mod detached;
+mod spans;
+
+use pyo3::prelude::*;
+
+/// The extension module.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::codec::decode_outputs;
+    #[pymodule_export]
+    use crate::spans::SpanBuilder;
+
+    use pyo3::prelude::*;
+
+    /// The version of the package that it was built for.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

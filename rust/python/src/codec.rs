@@ -1,0 +1,192 @@
+//! `decode_outputs` for Python: the decoder of the Rust frontend, giving the dataclasses of `rollspan.protocol.messages`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use rollspan_protocol::{
+    Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, SchedulerStats,
+    StopReason, UtilityOutput,
+};
+use serde_json::Value;
+
+use crate::detached::run_detached;
+
+/// The Python objects that messages are made of, imported once.
+struct Classes {
+    outputs: Py<PyAny>,
+    output: Py<PyAny>,
+    utility: Py<PyAny>,
+    logprobs: Py<PyAny>,
+    error: Py<PyAny>,
+    /// By their number on the wire.
+    finish_reasons: Py<PyAny>,
+    decode_error: Py<PyAny>,
+    from_buffer: Py<PyAny>,
+}
+
+static CLASSES: PyOnceLock<Classes> = PyOnceLock::new();
+
+impl Classes {
+    fn get(py: Python<'_>) -> PyResult<&Self> {
+        CLASSES.get_or_try_init(py, || {
+            let messages = py.import("rollspan.protocol.messages")?;
+            let class = |name: &str| messages.getattr(name).map(Bound::unbind);
+            Ok(Self {
+                outputs: class("EngineCoreOutputs")?,
+                output: class("EngineCoreOutput")?,
+                utility: class("UtilityOutput")?,
+                logprobs: class("LogprobsLists")?,
+                error: class("EngineError")?,
+                finish_reasons: PyList::new(
+                    py,
+                    messages.getattr("FinishReason")?.try_iter()?.collect::<PyResult<Vec<_>>>()?,
+                )?
+                .into_any()
+                .unbind(),
+                decode_error: py.import("rollspan.protocol.codec")?.getattr("DecodeError")?.unbind(),
+                from_buffer: py.import("numpy")?.getattr("frombuffer")?.unbind(),
+            })
+        })
+    }
+}
+
+/// Reads an OUTPUTS message: the envelope and its auxiliary buffers, if any.
+///
+/// Like `rollspan.protocol.codec.decode_outputs`, except that maps of counters hold only the counters that are used.
+#[pyfunction]
+pub(crate) fn decode_outputs<'py>(py: Python<'py>, frames: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let classes = Classes::get(py)?;
+    let frames: Vec<Bound<'py, PyBytes>> = frames.extract()?;
+    let frames: Vec<&[u8]> = frames.iter().map(PyBytesMethods::as_bytes).collect();
+    let bytes = frames.iter().map(|frame| frame.len()).sum();
+    match run_detached(py, bytes, || rollspan_protocol::decode_outputs(&frames)) {
+        Ok(decoded) => message(py, classes, decoded),
+        Err(error) => Err(raised(py, classes, &error)?),
+    }
+}
+
+fn raised(py: Python<'_>, classes: &Classes, error: &DecodeError) -> PyResult<PyErr> {
+    let exception = classes.decode_error.bind(py).call1((error.reason(), error.to_string()))?;
+    Ok(PyErr::from_value(exception))
+}
+
+fn message<'py>(
+    py: Python<'py>,
+    classes: &Classes,
+    decoded: Decoded<EngineCoreOutputs>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let EngineCoreOutputs { engine_index, timestamp, weight_version, weight_commit, body } = decoded.value;
+    let (mut outputs, mut stats, mut utility, mut finished) = (PyList::empty(py), None, None, None);
+    let (mut wave_complete, mut start_wave) = (None, None);
+    match body {
+        Body::Batch(batch) => {
+            let made = batch.outputs.into_iter().map(|one| output(py, classes, one));
+            outputs = PyList::new(py, made.collect::<PyResult<Vec<_>>>()?)?;
+            stats = batch.scheduler_stats.map(|stats| scheduler_stats(py, &stats)).transpose()?;
+            finished = batch.finished_requests;
+        }
+        Body::Utility(reply) => utility = Some(utility_output(py, classes, reply)?),
+        Body::WaveComplete(wave) => wave_complete = Some(wave),
+        Body::StartWave(wave) => start_wave = Some(wave),
+    }
+    classes.outputs.bind(py).call1((
+        engine_index,
+        outputs,
+        stats,
+        timestamp,
+        utility,
+        finished,
+        wave_complete,
+        start_wave,
+        weight_version.as_deref(),
+        weight_commit,
+        decoded.skipped_fields,
+    ))
+}
+
+fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> PyResult<Bound<'py, PyAny>> {
+    let logprobs = output.new_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?;
+    let finish_reason =
+        output.finish_reason.map(|reason| classes.finish_reasons.bind(py).get_item(reason as usize)).transpose()?;
+    let stop_reason = match output.stop_reason {
+        None => None,
+        Some(StopReason::Token(token)) => Some(token.into_pyobject(py)?.into_any()),
+        Some(StopReason::Text(text)) => Some(text.into_pyobject(py)?.into_any()),
+    };
+    let error = output
+        .error
+        .map(|error| classes.error.bind(py).call1((error.code, error.message, error.retryable)))
+        .transpose()?;
+    classes.output.bind(py).call1((
+        output.request_id,
+        PyList::new(py, output.new_token_ids)?,
+        logprobs,
+        finish_reason,
+        stop_reason,
+        output.prefill_stats.map(|stats| prefill_stats(py, stats)).transpose()?,
+        error,
+        output.admission.map(|stamp| (stamp.weight_version.to_string(), stamp.weight_commit)),
+    ))
+}
+
+/// Arrays `[positions, k + 1]` twice and `[positions]`, read-only as those of the Python codec.
+fn logprobs_lists<'py>(py: Python<'py>, classes: &Classes, lists: &LogprobsLists) -> PyResult<Bound<'py, PyAny>> {
+    let array = |bytes: Vec<u8>, dtype: &str| classes.from_buffer.bind(py).call1((PyBytes::new(py, &bytes), dtype));
+    let rows = |array: Bound<'py, PyAny>| array.call_method1("reshape", (lists.positions(), lists.width));
+    let integers = |values: &[u32]| array(values.iter().flat_map(|value| value.to_le_bytes()).collect(), "<i4");
+    let floats = array(lists.logprobs.iter().flat_map(|value| value.to_le_bytes()).collect(), "<f4")?;
+    let ranks = integers(&lists.sampled_ranks)?;
+    classes.logprobs.bind(py).call1((rows(integers(&lists.token_ids)?)?, rows(floats)?, ranks))
+}
+
+fn utility_output<'py>(py: Python<'py>, classes: &Classes, utility: UtilityOutput) -> PyResult<Bound<'py, PyAny>> {
+    let class = classes.utility.bind(py);
+    match utility.outcome {
+        Ok(value) => class.call1((utility.call_id, None::<&str>, python_value(py, &value)?)),
+        Err(failure) => class.call1((utility.call_id, failure.message, None::<&str>, failure.reason)),
+    }
+}
+
+fn scheduler_stats<'py>(py: Python<'py>, stats: &SchedulerStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("num_running_reqs", stats.num_running_reqs)?;
+    dict.set_item("num_waiting_reqs", stats.num_waiting_reqs)?;
+    dict.set_item("kv_cache_usage", stats.kv_cache_usage)?;
+    dict.set_item("step_counter", stats.step_counter)?;
+    if let Some(paused) = stats.paused {
+        dict.set_item("paused", paused)?;
+    }
+    Ok(dict)
+}
+
+fn prefill_stats(py: Python<'_>, stats: PrefillStats) -> PyResult<Bound<'_, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("num_prompt_tokens", stats.num_prompt_tokens)?;
+    dict.set_item("num_computed_tokens", stats.num_computed_tokens)?;
+    dict.set_item("num_cached_tokens", stats.num_cached_tokens)?;
+    Ok(dict)
+}
+
+fn python_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match value {
+        Value::Null => py.None().into_bound(py),
+        Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
+        Value::Number(number) => match (number.as_u64(), number.as_i64()) {
+            (Some(value), _) => value.into_pyobject(py)?.into_any(),
+            (_, Some(value)) => value.into_pyobject(py)?.into_any(),
+            _ => number.as_f64().into_pyobject(py)?,
+        },
+        Value::String(text) => text.into_pyobject(py)?.into_any(),
+        Value::Array(values) => {
+            let values = values.iter().map(|value| python_value(py, value)).collect::<PyResult<Vec<_>>>()?;
+            PyList::new(py, values)?.into_any()
+        }
+        Value::Object(entries) => {
+            let dict = PyDict::new(py);
+            for (key, value) in entries {
+                dict.set_item(key, python_value(py, value)?)?;
+            }
+            dict.into_any()
+        }
+    })
+}
