@@ -14,7 +14,7 @@ use vectors::{cases, frames, load};
 
 const ROUNDS: usize = 40_000;
 
-/// SplitMix64: the same mutations in every run.
+/// `SplitMix64`: the same mutations in every run.
 struct Random(u64);
 
 impl Random {
@@ -78,7 +78,9 @@ fn mutated_messages_never_panic() {
         .flat_map(|(file, part)| cases(file, part))
         .map(|(_, case)| frames(&case).swap_remove(0))
         .collect();
-    corpus.iter().for_each(|bytes| decode_everything(bytes));
+    for bytes in &corpus {
+        decode_everything(bytes);
+    }
     let mut random = Random(7);
     for _ in 0..ROUNDS {
         let mut bytes = corpus[random.below(corpus.len())].clone();

@@ -1,10 +1,10 @@
 //! The chunks of a stream: new tokens of one sequence each, and on its last one everything about the whole of it.
 
-use rollspan_protocol::{FinishReason, StopReason};
+use rollspan_protocol::FinishReason;
 use serde::Serialize;
 
 use crate::choice::Choice;
-use crate::collected::{AnswerFacts, RootStamp, Usage, serialize_finish, serialize_stop};
+use crate::collected::{AnswerFacts, RootStamp, Stop, Usage};
 use crate::logprobs::Objects;
 use crate::request::GenerateRequest;
 use crate::spans::{CommitSpan, VersionSpan};
@@ -35,8 +35,7 @@ struct ChunkEnd<'a> {
 struct ChunkChoice<'a> {
     index: usize,
     token_ids: &'a [u32],
-    #[serde(serialize_with = "serialize_finish")]
-    finish_reason: Option<FinishReason>,
+    finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Objects<'a>>,
     #[serde(flatten)]
@@ -48,8 +47,7 @@ struct ChunkChoice<'a> {
 /// What only the last chunk of a sequence says about it.
 #[derive(Serialize)]
 struct ChoiceEnd<'a> {
-    #[serde(serialize_with = "serialize_stop")]
-    stop_reason: Option<&'a StopReason>,
+    stop_reason: Option<Stop<'a>>,
 }
 
 #[derive(Serialize)]
@@ -112,12 +110,12 @@ impl ChunkWriter {
             choices: [ChunkChoice {
                 index,
                 token_ids: &delta.token_ids,
-                finish_reason: choice.finish_reason(),
+                finish_reason: choice.finish_reason().map(FinishReason::as_str),
                 logprobs: request
                     .sampling_params
                     .logprobs
                     .map(|_| Objects { lists: Some(&delta.logprobs), top: request.top_logprobs() }),
-                last: finished.then(|| ChoiceEnd { stop_reason: choice.stop_reason() }),
+                last: finished.then(|| ChoiceEnd { stop_reason: Stop::of(choice) }),
                 spans: spans.map(|spans| ChunkSpans { weight_versions: spans.versions, weight_commits: spans.commits }),
             }],
             prompt_token_ids: (first && request.return_token_ids).then_some(&*request.token_ids),

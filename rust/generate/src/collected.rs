@@ -1,7 +1,6 @@
 //! The answer to a request that did not ask for a stream.
 
 use rollspan_protocol::{FinishReason, StopReason};
-use serde::ser::{Serialize, Serializer};
 
 use crate::choice::Choice;
 use crate::logprobs::Objects;
@@ -69,15 +68,20 @@ fn agreed<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Option<T> {
     values.all(|value| value == first).then_some(first)
 }
 
-pub(crate) fn serialize_finish<S: Serializer>(reason: &Option<FinishReason>, serializer: S) -> Result<S::Ok, S::Error> {
-    reason.map(FinishReason::as_str).serialize(serializer)
+/// What stopped a sequence, as JSON has it.
+#[derive(serde::Serialize)]
+#[serde(untagged)]
+pub(crate) enum Stop<'a> {
+    Token(i64),
+    Text(&'a str),
 }
 
-pub(crate) fn serialize_stop<S: Serializer>(reason: &Option<&StopReason>, serializer: S) -> Result<S::Ok, S::Error> {
-    match reason {
-        None => serializer.serialize_none(),
-        Some(StopReason::Token(token)) => serializer.serialize_i64(*token),
-        Some(StopReason::Text(text)) => serializer.serialize_str(text),
+impl<'a> Stop<'a> {
+    pub fn of(choice: &'a Choice) -> Option<Self> {
+        choice.stop_reason().map(|reason| match reason {
+            StopReason::Token(token) => Self::Token(*token),
+            StopReason::Text(text) => Self::Text(text),
+        })
     }
 }
 
@@ -102,10 +106,8 @@ struct Answer<'a> {
 struct AnswerChoice<'a> {
     index: usize,
     token_ids: &'a [u32],
-    #[serde(serialize_with = "serialize_finish")]
-    finish_reason: Option<FinishReason>,
-    #[serde(serialize_with = "serialize_stop")]
-    stop_reason: Option<&'a StopReason>,
+    finish_reason: Option<&'static str>,
+    stop_reason: Option<Stop<'a>>,
     logprobs: Option<Objects<'a>>,
     routed_experts: (),
     weight_versions: Option<Vec<VersionSpan>>,
@@ -118,8 +120,8 @@ impl<'a> AnswerChoice<'a> {
         Self {
             index: choice.index(),
             token_ids: choice.token_ids(),
-            finish_reason: choice.finish_reason(),
-            stop_reason: choice.stop_reason(),
+            finish_reason: choice.finish_reason().map(FinishReason::as_str),
+            stop_reason: Stop::of(choice),
             logprobs: choice.logprobs().map(|lists| Objects { lists: Some(lists), top }),
             routed_experts: (),
             weight_versions: spans.versions,

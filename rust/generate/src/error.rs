@@ -115,9 +115,8 @@ impl ApiError {
 
     /// A list whose element is outside its range.
     pub fn wrong_element(path: &str, allowed: &str, value: &Value, index: usize) -> Self {
-        let mut error = Self::wrong(path, allowed, value);
-        error.message += &format!(" at index {index}");
-        error
+        let error = Self::wrong(path, allowed, value);
+        Self { message: format!("{} at index {index}", error.message), ..error }
     }
 
     /// HTTP status.

@@ -138,11 +138,10 @@ fn stop_token_ids(object: &Map<String, Value>, served: &Served) -> Result<Vec<u3
 
 fn logprobs(fields: &Fields<'_>, served: &Served) -> Result<Option<i64>, ApiError> {
     let most = i64::try_from(served.limits.max_logprobs).unwrap_or(i64::MAX);
-    let mut allowed = format!("an integer from -1 to {most}");
     let whole_vocabulary = present(fields.0, "logprobs").is_some_and(|value| value.as_i64() == Some(-1));
-    if whole_vocabulary {
-        allowed += &format!(" (-1 needs a vocabulary of at most {most})");
-    }
+    let condition =
+        if whole_vocabulary { format!(" (-1 needs a vocabulary of at most {most})") } else { String::new() };
+    let allowed = format!("an integer from -1 to {most}{condition}");
     fields.optional("logprobs", &allowed, |value| {
         let count = integer(value, -1, most)?;
         (count >= 0 || served.limits.vocab_size <= served.limits.max_logprobs).then_some(count)

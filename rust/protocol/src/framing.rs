@@ -84,11 +84,14 @@ pub fn encode_frame(kind: FrameKind, payload: &[u8], limit: usize) -> Result<Vec
     Ok(frame)
 }
 
-/// Takes the first frame off `bytes`: its kind, its payload and the bytes behind it; `None` when more bytes are needed.
+/// A frame's kind, its payload and the bytes behind it.
+pub type Split<'a> = (FrameKind, &'a [u8], &'a [u8]);
+
+/// Takes the first frame off `bytes`; `None` when more bytes are needed.
 ///
 /// # Errors
 /// As [`FrameHeader::parse`]: the link must be closed, since where the next frame begins is unknown.
-pub fn split_frame(bytes: &[u8], limit: usize) -> Result<Option<(FrameKind, &[u8], &[u8])>, FrameError> {
+pub fn split_frame(bytes: &[u8], limit: usize) -> Result<Option<Split<'_>>, FrameError> {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(None);
     };

@@ -6,6 +6,7 @@
 
 mod decoded;
 mod error;
+mod facts;
 mod fields;
 mod framing;
 mod hello;
@@ -17,12 +18,14 @@ mod reader;
 mod request;
 mod sampling_params;
 mod stats;
+mod untyped;
 mod writer;
 
 pub use decoded::Decoded;
 pub use error::{DecodeError, DecodeErrorKind, FrameError};
+pub use facts::{Limits, ModelFacts};
 pub use framing::{FrameHeader, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, encode_frame, split_frame};
-pub use hello::{ClientHello, Dead, EngineHello, Limits, MAGIC, ModelFacts, VERSION};
+pub use hello::{ClientHello, Dead, EngineHello, MAGIC, VERSION};
 pub use logprobs::{LogprobsLists, LogprobsRow};
 pub use output::{Admission, EngineCoreOutput, EngineError, FinishReason, OUTPUT_ELEMENTS, StopReason};
 pub use outputs::{

@@ -100,7 +100,9 @@ impl LogprobsLists {
         write_array(writer, dtype, &[positions], &integers(&self.sampled_ranks));
         writer.optional(self.cumulative.as_deref(), |writer, values| {
             writer.array(values.len());
-            values.iter().for_each(|value| writer.u64(*value));
+            for value in values {
+                writer.u64(*value);
+            }
         });
     }
 }
@@ -109,7 +111,9 @@ fn write_array(writer: &mut Writer, dtype: &str, shape: &[usize], data: &[u8]) {
     writer.array(3);
     writer.text(dtype);
     writer.array(shape.len());
-    shape.iter().for_each(|size| writer.u64(*size as u64));
+    for size in shape {
+        writer.u64(*size as u64);
+    }
     writer.array_data(data);
 }
 

@@ -81,7 +81,9 @@ impl EngineCoreOutputs {
         let batch = if let Body::Batch(batch) = &self.body { Some(batch) } else { None };
         let outputs = batch.map_or(&[][..], |batch| &batch.outputs);
         writer.array(outputs.len());
-        outputs.iter().for_each(|output| output.write(&mut writer));
+        for output in outputs {
+            output.write(&mut writer);
+        }
         let stats = batch.and_then(|batch| batch.scheduler_stats.as_ref());
         writer.optional(stats, |writer, stats| stats.write(writer));
         writer.f64(self.timestamp);

@@ -89,8 +89,8 @@ impl EngineCoreRequest {
 
     fn read(reader: &mut Reader<'_>) -> Result<Self> {
         let mut fields = Fields::open(reader)?;
-        let mut request = Self::default();
-        request.request_id = fields.required(reader, "request_id", Reader::string)?;
+        let request_id = fields.required(reader, "request_id", Reader::string)?;
+        let mut request = Self { request_id, ..Self::default() };
         request.prompt_token_ids = fields.required(reader, "prompt_token_ids", |reader| {
             if reader.nil()? { Ok(None) } else { reader.list(Reader::u32).map(|ids| Some(ids.into())) }
         })?;

@@ -113,7 +113,9 @@ impl Writer {
             },
             Value::Array(values) => {
                 self.array(values.len());
-                values.iter().for_each(|value| self.json(value));
+                for value in values {
+                    self.json(value);
+                }
             }
             Value::Object(entries) => {
                 self.map(entries.len());
