@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import PROJECT, Installed
+from support.installation import PROJECT, Installed
 from support.serve import END_SECONDS, Serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
