@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,78 +15,18 @@ from rollspan.protocol import codec
 from rollspan.protocol import messages as m
 from rollspan.spans import SpanBuilder
 from rollspan.version import __version__
+from support.wire_strategies import LABELS, messages
 from support.wire_views import outputs_view
 
 native = pytest.importorskip("rollspan._native", reason="the extension module is not built")
 
 CONFORMANCE = Path(__file__).parents[1] / "conformance"
 FILES = [json.loads((CONFORMANCE / name).read_text(encoding="utf-8")) for name in ("vllm_wire.json", "link.json")]
-LABELS = st.none() | st.sampled_from(["A", "B", "", "größe"])
-COMMITS = st.none() | st.integers(0, 2**64 - 1)
-TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 
 
 def cases(part: str) -> list[Any]:
     found = [case for file in FILES for case in file.get(part, ()) if case["kind"] == "outputs"]
     return [pytest.param([bytes.fromhex(frame) for frame in case["frames"]], id=case["title"]) for case in found]
-
-
-@st.composite
-def logprobs(draw: st.DrawFn, positions: int) -> m.LogprobsLists:
-    width = draw(st.integers(1, 4))
-    values = draw(st.lists(st.floats(width=32), min_size=positions * width, max_size=positions * width))
-    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=positions * width, max_size=positions * width))
-    ranks = draw(st.lists(st.integers(0, 2**31 - 1), min_size=positions, max_size=positions))
-    return m.LogprobsLists(
-        np.array(ids, "<i4").reshape(positions, width),
-        np.array(values, "<f4").reshape(positions, width),
-        np.array(ranks, "<i4"),
-    )
-
-
-@st.composite
-def outputs(draw: st.DrawFn) -> m.EngineCoreOutput:
-    tokens = draw(TOKENS)
-    return m.EngineCoreOutput(
-        request_id=draw(st.text(max_size=8)),
-        new_token_ids=tokens,
-        new_logprobs=draw(st.none() | logprobs(len(tokens))) if tokens else None,
-        finish_reason=draw(st.none() | st.sampled_from(m.FinishReason)),
-        stop_reason=draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=4)),
-        prefill_stats=draw(st.none() | st.just({"num_prompt_tokens": 3, "num_cached_tokens": 1})),
-        error=draw(st.none() | st.builds(m.EngineError, st.text(max_size=4), st.text(max_size=4), st.booleans())),
-        admission=draw(st.none() | st.tuples(st.text(max_size=4), st.integers(0, 2**64 - 1))),
-    )
-
-
-@st.composite
-def messages(draw: st.DrawFn) -> m.EngineCoreOutputs:
-    head = {
-        "engine_index": draw(st.integers(0, 3)),
-        "timestamp": draw(st.floats(1, 1e9)),
-        "weight_version": draw(LABELS),
-        "weight_commit": draw(COMMITS),
-    }
-    family = draw(st.sampled_from(["batch", "utility", "wave_complete", "start_wave"]))
-    if family == "batch":
-        stats = st.none() | st.just({"num_running_reqs": 2, "num_waiting_reqs": 1, "kv_cache_usage": 0.5})
-        finished = draw(st.none() | st.lists(st.text(max_size=4), max_size=2))
-        rows = draw(st.lists(outputs(), min_size=1, max_size=4))
-        return m.EngineCoreOutputs(outputs=rows, scheduler_stats=draw(stats), finished_requests=finished, **head)
-    if family == "utility":
-        values = st.recursive(
-            st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-            max_leaves=6,
-        ).filter(lambda value: "inf" not in repr(value))
-        call_id = draw(st.integers(0, 2**64 - 1))
-        reply = m.UtilityOutput(call_id, result=draw(values))
-        if draw(st.booleans()):
-            reply = m.UtilityOutput(
-                call_id, failure=draw(st.text(max_size=4)), reason=draw(st.none() | st.text(max_size=4))
-            )
-        return m.EngineCoreOutputs(utility_output=reply, **head)
-    return m.EngineCoreOutputs(**{family: draw(st.integers(0, 2**40))}, **head)
 
 
 def test_the_module_has_the_version_of_the_package() -> None:
