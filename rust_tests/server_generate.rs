@@ -86,16 +86,25 @@ async fn a_refusal_before_the_first_token_of_a_stream_has_its_real_status() {
 }
 
 #[tokio::test]
-async fn a_failure_in_the_middle_of_a_stream_is_its_last_event() {
+async fn a_failure_in_the_middle_of_a_stream_ends_every_choice_and_comes_last() {
     let (server, mut link, _engine) = Server::ready().await;
-    let asked = server.generate(&with(&json!({"stream": true}))).await;
+    let asked = server.generate(&with(&json!({"stream": true, "sampling_params": {"n": 2}}))).await;
     let id = link.request().await.request_id;
+    let sibling = link.request().await.request_id;
     link.send(&step("v", 1, vec![tokens(&id, &[1])])).await;
     let error = EngineError { code: "nan_logits".to_owned(), message: "NaN".to_owned(), retryable: false };
     let failed = EngineCoreOutput { error: Some(error), ..finished(&id, &[], FinishReason::Error) };
     link.send(&step("v", 1, vec![failed])).await;
+    assert_eq!(in_time(link.aborted()).await, [sibling]);
     let events = in_time(asked.answer()).await.events();
-    assert_eq!(events.last().unwrap()["error"]["reason"], "nan_logits");
+    let [.., first, second, error] = events.as_slice() else { panic!("three events were due, got {events:?}") };
+    for (index, chunk) in [first, second].into_iter().enumerate() {
+        let choice = &chunk["choices"][0];
+        assert_eq!((&choice["index"], &choice["finish_reason"]), (&json!(index), &json!("error")));
+    }
+    assert_eq!(first["choices"][0]["weight_versions"], json!([{"version": "v", "start": 0, "end": 1}]));
+    assert_eq!(second["choices"][0]["weight_versions"], json!([]));
+    assert_eq!(error["error"]["reason"], "nan_logits");
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use futures::Stream;
 use rollspan_generate::{ApiError, ChunkWriter};
+use rollspan_protocol::{EngineCoreOutput, FinishReason};
 
 use super::generate::Running;
 use crate::answer::{self, internal};
@@ -71,6 +72,18 @@ impl EventStream {
         Ok(())
     }
 
+    /// Ends every choice that is still open with what it has and `error`, then says why.
+    fn write_failure(&mut self, out: &mut Vec<u8>, error: &ApiError) {
+        for choice in &mut self.running.choices {
+            let failed = EngineCoreOutput { finish_reason: Some(FinishReason::Error), ..EngineCoreOutput::default() };
+            // The choice's own error is of no interest: the stream ends with the request's.
+            drop(choice.push(failed, None, None));
+        }
+        self.unread = (0..self.running.choices.len()).collect();
+        let ended = self.write_chunks(out);
+        write_event(out, ended.as_ref().err().unwrap_or(error).body().to_string().as_bytes());
+    }
+
     fn write_usage(&mut self, out: &mut Vec<u8>) -> Result<(), ApiError> {
         let Running { request, facts, choices, .. } = &self.running;
         let usage = self.writer.usage_chunk(request, facts, choices).map_err(|error| unwritable(&error))?;
@@ -102,7 +115,7 @@ impl Stream for EventStream {
             if let Some(end) = end {
                 this.ended = true;
                 if let Err(error) = end.and_then(|()| this.write_usage(&mut out)) {
-                    write_event(&mut out, error.body().to_string().as_bytes());
+                    this.write_failure(&mut out, &error);
                 }
                 write_event(&mut out, b"[DONE]");
             }
