@@ -43,7 +43,7 @@ def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
     try:
         base = root.resolve(strict=True)
         directory = (base / path).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise _invalid(f"{PARAM} {shown(path)} cannot be found: {type(error).__name__}") from None
     if not directory.is_relative_to(base):
         raise _invalid(f"{PARAM} {shown(path)} is outside --weights-root {base}")
@@ -54,9 +54,12 @@ def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
 
 def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Safetensors files of the directory, and tensor name -> file name where there is an index."""
+    base = root.resolve()
     index = directory / INDEX
     weight_map: dict[str, str] | None = None
     if index.is_file():
+        if not index.resolve().is_relative_to(base):
+            raise _invalid(f"{index} leads outside --weights-root")
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
             names = sorted(set(weight_map.values()))
@@ -72,11 +75,15 @@ def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | No
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise _invalid(f"{index.name} names {shown(name)}, which is no safetensors file of the directory")
-        file = (directory / name).resolve()
-        if not file.is_relative_to(root.resolve()):
+        try:
+            file = (directory / name).resolve(strict=True)
+            regular = file.is_file()
+        except (OSError, RuntimeError, ValueError):  # not there, a loop of links, no possible name
+            raise _invalid(f"{directory} holds no file {shown(name)}") from None
+        if not file.is_relative_to(base):
             raise _invalid(f"{directory / name} leads outside --weights-root")
-        if not file.is_file():
-            raise _invalid(f"{directory / name} does not exist")
+        if not regular:
+            raise _invalid(f"{directory / name} is no regular file")
         files.append(file)
     return files, weight_map
 
