@@ -81,8 +81,8 @@ def _shallow(value: Any, depth: int = 4) -> Any:
     return value
 
 
-def _pack(value: Any) -> bytes:
-    packed = msgpack.packb(value, use_bin_type=True)
+def _pack(value: Any, unicode_errors: str = "strict") -> bytes:
+    packed = msgpack.packb(value, use_bin_type=True, unicode_errors=unicode_errors)
     assert isinstance(packed, bytes)
     return packed
 
@@ -257,6 +257,10 @@ def _encode_array(array: npt.NDArray[Any], dtype: str) -> tuple[str, list[int], 
     return (dtype, list(array.shape), msgpack.ExtType(EXT_RAW, np.ascontiguousarray(array, dtype=dtype).tobytes()))
 
 
+#: Messages of errors may quote file names that are not UTF-8; an answer that cannot be sent would be worse.
+_LENIENT = "backslashreplace"
+
+
 def _encode_output(output: m.EngineCoreOutput) -> tuple[Any, ...]:
     logprobs = output.new_logprobs
     error = output.error
@@ -313,7 +317,8 @@ def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
             outputs.start_wave,
             outputs.weight_version,
             outputs.weight_commit,
-        )
+        ),
+        _LENIENT,
     )
 
 
@@ -545,7 +550,7 @@ def decode_engine_hello(payload: bytes) -> m.EngineHello:
 
 def encode_dead(notice: m.DeadNotice) -> bytes:
     """DEAD."""
-    return _pack(dataclasses.asdict(notice))
+    return _pack(dataclasses.asdict(notice), _LENIENT)
 
 
 def decode_dead(payload: bytes) -> m.DeadNotice:
