@@ -301,8 +301,9 @@ class EngineCore:
         self._send(client_index, None, utility_output=reply)
 
     def _pause(self, client_index: int, call: m.UtilityCall) -> None:
-        mode, clear_cache, *more = (*call.args, *("abort", True)[len(call.args) :])
-        if more or mode not in ("abort", "wait", "keep") or not isinstance(clear_cache, bool):
+        args = [*call.args, *["abort", True][len(call.args) :]]
+        mode, clear_cache = args[:2]
+        if len(args) > 2 or mode not in ("abort", "wait", "keep") or not isinstance(clear_cache, bool):
             wrong = RollspanError(
                 f"mode must be abort, wait or keep and clear_cache true or false, got {shown(call.args)}",
                 reason="invalid_request",
