@@ -1,4 +1,4 @@
-"""The life of a request in the engine: admission, stops, limits, refusals, aborts, failures, and what its outputs say."""
+"""The life of a request: admission, stops, limits, refusals, aborts, failures, and what its outputs say."""
 
 from __future__ import annotations
 
