@@ -1,4 +1,4 @@
-"""Cost of the Python codec, and of the extension module's decoder where it is built: a step's OUTPUTS message, a request.
+"""Cost of the Python codec, and of the extension module's decoder where it is built: a step's outputs, a request.
 
 `python benchmarks/codec.py` prints a table, `--json` the same figures as JSON. `benchmarks/codec.rs` measures the same
 messages in Rust.
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,10 @@ def codec_figures() -> list[Figure]:
             payload = codec.encode_outputs(message)
             kind = f"{outputs} outputs, " + ("tokens" if top is None else f"log-probs {top}")
             size = len(payload)
-            figures.append(measure(f"decode {kind}", size, lambda p=payload: codec.decode_outputs([p])))
+            figures.append(measure(f"decode {kind}", size, partial(codec.decode_outputs, [payload])))
             if _native is not None:
-                figures.append(measure(f"decode {kind} (native)", size, lambda p=payload: _native.decode_outputs([p])))
-            figures.append(measure(f"encode {kind}", size, lambda m=message: codec.encode_outputs(m)))
+                figures.append(measure(f"decode {kind} (native)", size, partial(_native.decode_outputs, [payload])))
+            figures.append(measure(f"encode {kind}", size, partial(codec.encode_outputs, message)))
     return figures
 
 
@@ -91,8 +92,8 @@ def request_figures() -> list[Figure]:
         request = m.EngineCoreRequest("request-00000007", ids, SamplingParams(max_tokens=64, seed=7))
         payload = codec.encode_request(request)
         name = f"a request of {prompt} prompt tokens"
-        figures.append(measure(f"encode {name}", len(payload), lambda r=request: codec.encode_request(r)))
-        figures.append(measure(f"decode {name}", len(payload), lambda p=payload: codec.decode_request(p)))
+        figures.append(measure(f"encode {name}", len(payload), partial(codec.encode_request, request)))
+        figures.append(measure(f"decode {name}", len(payload), partial(codec.decode_request, payload)))
     return figures
 
 
