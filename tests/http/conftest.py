@@ -82,11 +82,18 @@ def mocks(kind: str, socket_directory: Path) -> Iterator[MockFactory]:
 
 
 @pytest.fixture(scope="session")
-def mock(kind: str, socket_directory: Path) -> Iterator[Mocked]:
-    """One scripted engine for all tests that leave it as they found it."""
+def started_mock(kind: str, socket_directory: Path) -> Iterator[Mocked]:
+    """A scripted engine and its frontend, shared; tests take them as `mock`."""
     factory = MockFactory(kind, socket_directory)
     yield factory.start()
     factory.close()
+
+
+@pytest.fixture
+def mock(started_mock: Mocked) -> Mocked:
+    """One scripted engine for all tests that leave it as they found it."""
+    started_mock.engine.forget()
+    return started_mock
 
 
 @pytest.fixture(scope="session")

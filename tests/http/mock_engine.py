@@ -101,6 +101,12 @@ class MockEngine:
         assert call.method == method
         return call
 
+    def forget(self) -> None:
+        """Drops what was received and not asked for, so that a failed test does not fail the next one."""
+        for items in (self._requests, self._aborts, self._calls):
+            while not items.empty():
+                items.get()
+
     @property
     def has_pending_request(self) -> bool:
         return not self._requests.empty()

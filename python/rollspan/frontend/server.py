@@ -71,7 +71,7 @@ async def serve(options: FrontendOptions) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _announce({"event": "listening", "address": address})
     logger.info("listening on http://%s", address)
-    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((connecting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if connecting.done() and not _became_ready(connecting):
         code = 1
@@ -174,6 +174,7 @@ def _announce(event: dict[str, Any]) -> None:
 
 def _exit_with_parent() -> None:
     """Ends this process as soon as the other end of stdin is closed: whoever started it is gone."""
-    while os.read(0, 4096):
-        pass
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
     os._exit(0)
