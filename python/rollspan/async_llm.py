@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,11 @@ class AsyncLLM:
                 could not start.
         """
         return (await self._ready()).hello
+
+    @property
+    def socket_path(self) -> Path | None:
+        """Socket of the engine that this object started, for further links to it; None over somebody else's engine."""
+        return None if self._engine is None else self._engine.socket_path
 
     @property
     def open_requests(self) -> int:

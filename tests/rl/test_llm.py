@@ -1,0 +1,167 @@
+"""LLM in process: one forward pass at a time, so that each boundary is known in advance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from counting_model import Checkpoints
+from counting_oracle import assert_cover
+
+from rollspan.admission import Prompt
+from rollspan.errors import RollspanError
+from rollspan.llm import LLM
+from rollspan.outputs import RequestOutput
+from rollspan.sampling_params import RequestOutputKind, SamplingParams
+
+DELTA = RequestOutputKind.DELTA
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoints: Checkpoints) -> Iterator[LLM]:
+    with LLM(
+        checkpoints.emitting(1), weights_root=str(checkpoints.root), kv_cache_memory=1 << 24, num_threads=1
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """Emits token 1 under the label "one"."""
+    shared.start_weight_update()
+    shared.update_weights({"path": "emits-1"})
+    shared.finish_weight_update("one")
+    yield shared
+    shared.resume_generation()
+    shared.abort()
+    while shared.has_unfinished_requests():
+        shared.step()
+
+
+def emit_two(llm: LLM, checkpoints: Checkpoints, label: str = "two") -> dict[str, object]:
+    llm.start_weight_update()
+    llm.update_weights({"path": str(checkpoints.emitting(2))})
+    return llm.finish_weight_update(label)
+
+
+def test_a_batch_comes_back_in_the_order_of_its_prompts(llm: LLM) -> None:
+    prompts: list[Prompt] = [[5], [6, 7], {"prompt_token_ids": [8, 9, 10]}]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [[5], [6, 7], [8, 9, 10]]
+    for output in outputs:
+        assert output.finished
+        assert output.outputs[0].token_ids == [1] * 6
+        assert output.outputs[0].finish_reason == "length"
+        assert output.outputs[0].weight_versions == [{"version": "one", "start": 0, "end": 6}]
+        assert (output.weight_version, output.weight_commit) == ("one", llm.get_weight_commit())
+
+
+def test_a_single_prompt_and_parameters_for_each_are_accepted(llm: LLM) -> None:
+    assert len(llm.generate([5, 6, 7], GREEDY)) == 1
+    assert llm.generate([]) == []
+    each = [SamplingParams(max_tokens=number, n=number, ignore_eos=True) for number in (1, 2)]
+    outputs = llm.generate([[5], [6]], each)
+    assert [len(output.outputs) for output in outputs] == [1, 2]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
+    with pytest.raises(RollspanError, match="one for each of the 2"):
+        llm.generate([[5], [6]], each[:1])
+
+
+def test_an_update_lands_between_two_known_tokens(llm: LLM, checkpoints: Checkpoints) -> None:
+    commit = llm.get_weight_commit()
+    llm.add_request([5], SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, output_kind=DELTA), "mine")
+    merged = one_step(llm)
+    for _ in range(9):
+        merged.add(one_step(llm), aggregate=True)
+    before = len(merged.outputs[0].token_ids)
+    assert merged.outputs[0].token_ids == [1] * before
+    answer = emit_two(llm, checkpoints)
+    assert answer == {"weight_version": "two", "weight_commit": commit + 1}
+    while not merged.finished:
+        merged.add(one_step(llm), aggregate=True)
+        if len(merged.outputs[0].token_ids) > 30:
+            llm.abort("mine")
+    (only,) = merged.outputs
+    assert_cover([dict(span) for span in only.weight_versions or []], "version", len(only.token_ids))
+    boundary = (only.weight_versions or [])[0]["end"]
+    assert only.token_ids == [1] * boundary + [2] * (len(only.token_ids) - boundary)
+    # start and update may each have run a step; the commit of finish comes before its own.
+    assert before <= boundary <= before + 2
+    assert (merged.weight_version, merged.weight_commit) == ("one", commit)
+    assert only.finish_reason == "abort"
+
+
+def one_step(llm: LLM) -> RequestOutput:
+    (output,) = llm.step()
+    return output
+
+
+def test_while_paused_generate_refuses_instead_of_hanging(llm: LLM) -> None:
+    for mode in ("keep", "abort"):
+        llm.pause_generation(mode)
+        assert llm.is_paused()
+        with pytest.raises(RollspanError) as caught:
+            llm.generate([5], GREEDY)
+        assert caught.value.reason == "engine_paused"
+        llm.resume_generation()
+    assert llm.generate([5], GREEDY)[0].outputs[0].token_ids == [1] * 6
+
+
+def test_pausing_with_wait_runs_open_requests_to_their_ends(llm: LLM) -> None:
+    llm.add_request([5], GREEDY)
+    llm.step()
+    llm.pause_generation("wait")
+    (output,) = llm.step()
+    assert output.finished
+    assert output.outputs[0].token_ids == [1] * 6
+    assert not llm.has_unfinished_requests()
+
+
+def test_pausing_with_keep_freezes_open_requests(llm: LLM, checkpoints: Checkpoints) -> None:
+    llm.add_request([5], GREEDY)
+    llm.step()
+    llm.pause_generation("keep")
+    emit_two(llm, checkpoints)
+    frozen = [output for _ in range(3) for output in llm.step()]
+    llm.resume_generation()
+    outputs = frozen
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    (only,) = outputs[-1].outputs
+    assert only.finish_reason == "length"
+    assert [span["version"] for span in only.weight_versions or []] == ["one", "two"]
+    assert set(only.token_ids) == {1, 2}
+
+
+def test_a_failed_update_changes_nothing(llm: LLM) -> None:
+    commit = llm.get_weight_commit()
+    llm.start_weight_update()
+    with pytest.raises(RollspanError) as caught:
+        llm.update_weights({"path": "nowhere"})
+    assert caught.value.reason == "weights_invalid"
+    assert (llm.get_weight_version(), llm.get_weight_commit()) == ("one", commit)
+    assert llm.generate([5], GREEDY)[0].outputs[0].token_ids == [1] * 6
+
+
+def test_relabelling_changes_the_label_only(llm: LLM) -> None:
+    commit = llm.get_weight_commit()
+    assert llm.update_weight_version(7) == "7"
+    assert (llm.get_weight_version(), llm.get_weight_commit()) == ("7", commit)
+
+
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
+    for prompts in ([[5], []], [[5], [64]], ["text"], [1.5]):
+        with pytest.raises(RollspanError, match="token_ids must be"):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_after_shutdown_every_call_says_so(checkpoints: Checkpoints) -> None:
+    llm = LLM(checkpoints.emitting(1), kv_cache_memory=1 << 20, num_threads=1)
+    llm.check_health()
+    llm.shutdown()
+    llm.shutdown()
+    for call in (llm.check_health, llm.get_weight_version, lambda: llm.generate([5], GREEDY)):
+        with pytest.raises(RollspanError) as caught:
+            call()
+        assert caught.value.reason == "shutting_down"
