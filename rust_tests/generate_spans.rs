@@ -54,6 +54,8 @@ fn brute_force<T: Clone + PartialEq>(
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn any_slice_equals_the_brute_force_grouping(
         pushes in vec((proptest::option::of("[AB]?"), proptest::option::of(0_u64..4), 0_usize..5), 0..30),
