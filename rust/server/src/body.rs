@@ -1,7 +1,5 @@
 //! Request bodies, read up to a limit.
 
-use std::time::Duration;
-
 use axum::body::Body;
 use axum::http::HeaderMap;
 use axum::http::header::CONTENT_LENGTH;
@@ -9,17 +7,13 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use rollspan_generate::{ApiError, Reason};
 
-/// How long the rest of a body over the limit is read and thrown away. A client that is still writing must be able to
-/// read its 413, which a connection that is closed under its hands would take away.
-const DISCARD_TIME: Duration = Duration::from_secs(10);
-
 /// Reads a body, and never holds more than `limit` bytes of it.
 ///
 /// # Errors
 /// [`Reason::BodyTooLarge`], or the body came to no end.
 pub(crate) async fn read(headers: &HeaderMap, mut body: Body, limit: usize) -> Result<Bytes, ApiError> {
     if announced(headers).is_some_and(|length| length > limit as u64) {
-        return Err(too_large(body, limit));
+        return Err(too_large(limit));
     }
     let mut first = Bytes::new();
     let mut all = BytesMut::new();
@@ -27,7 +21,7 @@ pub(crate) async fn read(headers: &HeaderMap, mut body: Body, limit: usize) -> R
         let frame = frame.map_err(|error| unreadable(&error))?;
         let Ok(piece) = frame.into_data() else { continue };
         if first.len() + all.len() + piece.len() > limit {
-            return Err(too_large(body, limit));
+            return Err(too_large(limit));
         }
         if first.is_empty() && all.is_empty() {
             first = piece;
@@ -43,9 +37,7 @@ fn announced(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-fn too_large(mut rest: Body, limit: usize) -> ApiError {
-    let discard = async move { while matches!(rest.frame().await, Some(Ok(_))) {} };
-    tokio::spawn(tokio::time::timeout(DISCARD_TIME, discard));
+fn too_large(limit: usize) -> ApiError {
     ApiError::new(Reason::BodyTooLarge, format!("request body must be at most {limit} bytes"))
 }
 

@@ -14,6 +14,7 @@ mod options;
 mod panics;
 mod routes;
 mod serve;
+mod unread;
 
 pub use flags::Flags;
 pub use options::Options;

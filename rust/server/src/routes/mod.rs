@@ -19,7 +19,7 @@ use rollspan_generate::{ApiError, Reason};
 
 use crate::answer::Failure;
 use crate::app::App;
-use crate::panics;
+use crate::{panics, unread};
 
 /// All routes over `app`.
 pub(crate) fn router(app: Arc<App>) -> Router {
@@ -40,6 +40,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/models", get(models::list).fallback(only_get))
         .route("/metrics", get(metrics::metrics).fallback(only_get))
         .fallback(unknown)
+        .layer(from_fn(unread::discarded))
         .layer(from_fn(panics::caught))
         .with_state(app)
 }
