@@ -121,16 +121,21 @@ class FrontendProcess:
     def terminate(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits for the end; returns the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(WAIT_SECONDS)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for the end; all of stderr has been read then. Returns the exit code."""
+        code = self.process.wait(WAIT_SECONDS)
+        for thread in self._threads:
+            thread.join(WAIT_SECONDS)
+        return code
 
     def close(self) -> None:
         """Ends the process, however it fares."""
         self.http.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(WAIT_SECONDS)
-        for thread in self._threads:
-            thread.join(WAIT_SECONDS)
+        self.wait()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()

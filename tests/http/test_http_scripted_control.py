@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from frontend_process import error_of
+from frontend_process import error_of, post_bytes
 
 from conftest import Mocked
 from rollspan.protocol.messages import FinishReason
@@ -310,6 +311,48 @@ def test_post_on_a_get_route_is_405(mock: Mocked, path: str) -> None:
 def test_unknown_routes_are_404_in_json(mock: Mocked, path: str) -> None:
     error_of(mock.frontend.get(path), 404, "not_found")
     error_of(mock.frontend.post(path, {"a": 1}), 404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "status"),
+    [
+        ("/inference/v1/generate", "text/plain", 415),
+        ("/health", "application/json", 405),
+        ("/nothing", "application/json", 404),
+    ],
+)
+def test_an_early_refusal_does_not_break_the_connection(
+    mock: Mocked, path: str, content_type: str, status: int
+) -> None:
+    body = b'{"token_ids": [1], "sampling_params": {}}'
+    head, _, _ = post_bytes(body, f"Content-Type: {content_type}\r\n", path).partition(b"{")
+    with mock.frontend.connect() as connection:
+        connection.sendall(head)
+        answer = read_answer(connection)
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        # The body was not needed, but it is on its way; whoever is not told otherwise sends the next request after it.
+        if b"connection: close" not in answer.lower():
+            connection.sendall(body)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+            assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Head and body of one answer that has a length."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += receive(connection, received)
+    head, _, body = received.partition(b"\r\n\r\n")
+    (length,) = [int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    while len(body) < length:
+        body += receive(connection, received)
+    return head + b"\r\n\r\n" + body
+
+
+def receive(connection: socket.socket, so_far: bytes) -> bytes:
+    piece = connection.recv(65536)
+    assert piece, f"closed after {so_far!r}"
+    return piece
 
 
 def test_the_server_says_what_it_is(mock: Mocked) -> None:
