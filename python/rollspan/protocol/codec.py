@@ -71,7 +71,8 @@ def _shallow(value: Any, depth: int = 4) -> Any:
     if depth > MAX_DEPTH:
         _fail("too_deep", f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, dict):
-        for item in value.values():
+        for key, item in value.items():
+            _shallow(key, depth + 1)
             _shallow(item, depth + 1)
     elif isinstance(value, list):
         for item in value:
@@ -172,7 +173,14 @@ def encode_request(request: m.EngineCoreRequest) -> bytes:
 
 _REQUEST_DEFAULTS = (None, None, 0, 0, 0, None, False, None, None, None, False, None, None)
 #: Elements that only a feature which we lack would set, by index.
-_REQUEST_UNSUPPORTED = {2: "mm_features", 4: "pooling_params", 6: "lora_request", 9: "prompt_embeds"}
+_REQUEST_UNSUPPORTED = {
+    2: "mm_features",
+    4: "pooling_params",
+    6: "lora_request",
+    9: "prompt_embeds",
+    15: "resumable",
+    19: "abort_immediately",
+}
 
 
 def decode_request(payload: bytes) -> m.EngineCoreRequest:
@@ -194,6 +202,9 @@ def decode_request(payload: bytes) -> m.EngineCoreRequest:
 
 
 def _decode_request(request_id: str, row: list[Any]) -> m.EngineCoreRequest:
+    _int(row[12], "current_wave", 0, I64)
+    _bool(row[15], "resumable")
+    _bool(row[19], "abort_immediately")
     for index, name in _REQUEST_UNSUPPORTED.items():
         if row[index]:
             raise RollspanError(f"{name} is not supported", reason="unsupported_field", param=name)
@@ -242,6 +253,7 @@ def decode_utility_call(payload: bytes) -> m.UtilityCall:
         DecodeError: the message is not well formed.
     """
     row = _array(_unpack(payload), "UTILITY", 4)
+    _shallow(row[4:], 1)
     return m.UtilityCall(
         _int(row[0], "client_index", 0, U32),
         _int(row[1], "call_id", 0, U64),
@@ -324,6 +336,7 @@ def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
 
 def _decode_ndarray(value: Any, name: str, buffers: Sequence[bytes], dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
     row = _array(value, name, 3)
+    _shallow(row[3:], 6)
     dtype = _text(row[0], f"{name} dtype")
     if dtype not in dtypes:
         _fail("bad_array", f"{name} has dtype {dtype!r}, allowed are {', '.join(dtypes)}")
@@ -346,6 +359,7 @@ def _decode_ndarray(value: Any, name: str, buffers: Sequence[bytes], dtypes: tup
 
 def _decode_logprobs(value: Any, buffers: Sequence[bytes]) -> m.LogprobsLists:
     row = _array(value, "new_logprobs", 3)
+    _shallow(row[3:], 5)
     ids = _decode_ndarray(row[0], "logprob token ids", buffers, ("<i4", "<i8"))
     logprobs = _decode_ndarray(row[1], "logprobs", buffers, ("<f4", "<f8"))
     ranks = _decode_ndarray(row[2], "sampled ranks", buffers, ("<i4", "<i8"))
@@ -387,6 +401,7 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
     extra = max(known - 20, 0)
     if row[19] is not None:
         pair = _array(row[19], "admission", 2)
+        _shallow(pair[2:], 5)
         extra += len(pair) - 2
         admission = (_text(pair[0], "admission label"), _int(pair[1], "admission commit", 0, U64))
     output = m.EngineCoreOutput(
@@ -406,12 +421,14 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
 
 def _decode_utility(value: Any) -> tuple[m.UtilityOutput, int]:
     row = _array(value, "UtilityOutput", 3)
+    _shallow(row[4:], 2)
     result = None
     if row[2] is not None:
         pair = _array(row[2], "UtilityResult", 2)
         if pair[0] is not None:
             _fail("bad_extension", "a utility result with type hints (pickle) is not allowed")
         result = _shallow(pair[1])
+        _shallow(pair[2:], 3)
     reason = row[3] if len(row) > 3 else None
     utility = m.UtilityOutput(
         call_id=_int(row[0], "call_id", 0, U64),
@@ -559,5 +576,5 @@ def decode_dead(payload: bytes) -> m.DeadNotice:
     Raises:
         DecodeError: the message is not well formed.
     """
-    fields = _map(_unpack(payload), "DEAD")
+    fields = _shallow(_map(_unpack(payload), "DEAD"), 1)
     return m.DeadNotice(_text(fields.get("reason"), "reason"), _text(fields.get("message"), "message"))
