@@ -166,6 +166,8 @@ class SamplingParams:
             raise wrong_value(f"{PATH}.stop_token_ids", "a list of token ids", self.stop_token_ids)
         if self.logprobs is not None and not is_int(self.logprobs, -1, MAX_INT64):
             raise wrong_value(f"{PATH}.logprobs", "an integer of at least -1", self.logprobs)
+        if not is_int(self.output_kind, 0, 2):
+            raise wrong_value(f"{PATH}.output_kind", "0, 1 or 2", self.output_kind)
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
@@ -297,10 +299,7 @@ class SamplingParams:
         eos = wire.get("_eos_token_id")
         if eos is not None and not is_int(eos, 0, 2**32 - 1):
             raise wrong_value(f"{PATH}._eos_token_id", "a token id", eos)
-        try:
-            kind = RequestOutputKind(wire.get("output_kind", 0))
-        except ValueError:
-            raise wrong_value(f"{PATH}.output_kind", "0, 1 or 2", wire.get("output_kind")) from None
+        kind = wire.get("output_kind", RequestOutputKind.CUMULATIVE)
         return cls(**values, output_kind=kind, eos_token_id=eos, all_stop_token_ids=tuple(stops))
 
 
