@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,13 @@ class EngineConfig:
     engine_index: int = _option(0, "rank of this engine", hidden=True)
 
     def __post_init__(self) -> None:
+        for name in ("model", "weights_root"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        self._check("model", isinstance(self.model, str), "the path of a directory")
+        for name in ("served_model_name", "weights_root"):
+            value = getattr(self, name)
+            self._check(name, value is None or (isinstance(value, str) and value != ""), "a string that is not empty")
         for name, low in (
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -65,8 +73,8 @@ class EngineConfig:
         self._check("max_num_batched_tokens", enough, f"at least max_num_seqs ({self.max_num_seqs})")
         self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._check("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
-        kind, _, number = self.device.partition(":")
-        device_ok = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
+        kind, _, number = str(self.device).partition(":")
+        device_ok = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isascii() and number.isdigit())
         self._check("device", device_ok, "auto, cpu, cuda or cuda:N")
         if self.weight_version is not None:
             check_label(self.weight_version, "weight_version")
