@@ -101,7 +101,7 @@ def check_label(value: Any, field: str = "weight_version") -> str:
     Raises:
         RollspanError: ``invalid_label`` naming ``field``.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**256:
         value = str(value)
     if isinstance(value, str) and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in value):
         try:
