@@ -76,6 +76,7 @@ impl From<ApiError> for Failure {
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let Self { error, request_id, allow } = self;
+        log_failure(&error, request_id.as_deref());
         let mut response = value(&error.body());
         *response.status_mut() = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let headers = response.headers_mut();
@@ -90,11 +91,16 @@ impl IntoResponse for Failure {
     }
 }
 
+/// Logs a failure that is not the client's, under the id that the client was told.
+pub(crate) fn log_failure(error: &ApiError, request_id: Option<&str>) {
+    if error.status() == 500 {
+        tracing::error!(request_id, reason = error.reason.as_str(), "{error}");
+    }
+}
+
 /// A failure that is ours.
 pub(crate) fn internal(message: impl Into<String>) -> ApiError {
-    let error = ApiError::new(Reason::InternalError, message);
-    tracing::error!("{error}");
-    error
+    ApiError::new(Reason::InternalError, message)
 }
 
 fn of_death(death: &Death) -> ApiError {

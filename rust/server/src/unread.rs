@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use axum::body::{Body, BodyDataStream, HttpBody};
 use axum::extract::Request;
+use axum::http::header::EXPECT;
 use axum::middleware::Next;
 use axum::response::Response;
 use bytes::Bytes;
@@ -23,7 +24,8 @@ struct Unread(Option<BodyDataStream>);
 
 /// Runs the handler, and reads the rest of the body when it drops it.
 pub(crate) async fn discarded(request: Request, next: Next) -> Response {
-    if request.body().is_end_stream() {
+    // A client that asks before it sends a body sends none after a refusal.
+    if request.body().is_end_stream() || request.headers().contains_key(EXPECT) {
         return next.run(request).await;
     }
     next.run(request.map(|body| Body::from_stream(Unread(Some(body.into_data_stream()))))).await

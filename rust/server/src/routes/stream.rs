@@ -81,7 +81,9 @@ impl EventStream {
         }
         self.unread = (0..self.running.choices.len()).collect();
         let ended = self.write_chunks(out);
-        write_event(out, ended.as_ref().err().unwrap_or(error).body().to_string().as_bytes());
+        let error = ended.as_ref().err().unwrap_or(error);
+        answer::log_failure(error, Some(&self.running.facts.request_id));
+        write_event(out, error.body().to_string().as_bytes());
     }
 
     fn write_usage(&mut self, out: &mut Vec<u8>) -> Result<(), ApiError> {
