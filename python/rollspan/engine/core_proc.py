@@ -165,7 +165,8 @@ def run(path: Path, config: EngineConfig) -> int:
             signal.signal(number, process.stop)
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: keep the collector off them
-        logger.info("serving %s from %s", core.hello().model.name, config.model)
+        model = core.hello().model
+        logger.info("serving %s (%s on %s) from %s", model.name, model.dtype, model.device, config.model)
         process.serve(core)
     except StopSignalError:
         pass
@@ -204,4 +205,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # all is closed; at an ordinary exit torch's libraries take their time and print leak reports
