@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollspan.models import task
 
@@ -40,6 +41,12 @@ def build_network(seed: int) -> Qwen3ForCausalLM:
     )
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
+
+
+def cache_argument(network: Any, cache: Any) -> dict[str, Any]:
+    """``cache`` as a keyword argument of the network's forward; transformers 5.24 renamed it from past_key_values."""
+    known = inspect.signature(type(network).forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
 
 
 def build_tokenizer() -> Tokenizer:

@@ -9,6 +9,7 @@ PPO-ptx); answers are left out of it.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+from transformers import DynamicCache
 
 from rollspan.models import task
+from rollspan.models.network import cache_argument
 from rollspan.models.supervised import pack_rows
 
 if TYPE_CHECKING:
@@ -28,11 +31,12 @@ if TYPE_CHECKING:
 class ReinforcementSettings:
     """Prompts a step, samples a prompt, and the optimiser's constants; the learning rate falls to 0.3 of itself."""
 
-    steps: int = 400
+    steps: int = 500
     prompts_per_step: int = 48
     samples_per_prompt: int = 8
     learning_rate: float = 1e-3
     clip: float = 0.2
+    longest_context: int = 24
     rehearsal_documents: int = 48
     rehearsal_weight: float = 0.3
 
@@ -53,24 +57,55 @@ class Samples:
 
 @torch.no_grad()
 def sample_answers(
-    network: Qwen3ForCausalLM, problems: Sequence[task.Problem], generator: torch.Generator | None
+    network: Qwen3ForCausalLM,
+    problems: Sequence[task.Problem],
+    generator: torch.Generator | None,
+    context: DynamicCache | None = None,
 ) -> Samples:
-    """One answer to each problem at temperature 1, or greedily without a generator."""
+    """One answer to each problem at temperature 1, or greedily without a generator.
+
+    ``context`` holds what comes before each problem, if anything does; it is left as it is.
+    """
     token_ids = torch.tensor([problem.prompt_ids for problem in problems])
+    cache = DynamicCache() if context is None else copy.deepcopy(context)
     ended = torch.zeros(len(problems), dtype=torch.bool)
     logprobs, masks = [], []
+    pending = token_ids
     for _ in range(task.ANSWER_TOKENS):
-        logits = network(input_ids=token_ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-        scores = functional.log_softmax(logits, dim=-1)
+        logits = network(input_ids=pending, logits_to_keep=1, **cache_argument(network, cache)).logits[:, -1]
+        scores = functional.log_softmax(logits.float(), dim=-1)
         if generator is None:
             chosen = scores.argmax(dim=-1)
         else:
             chosen = torch.multinomial(scores.exp(), 1, generator=generator)[:, 0]
         masks.append(~ended)
         logprobs.append(scores.gather(1, chosen[:, None])[:, 0])
-        token_ids = torch.cat([token_ids, chosen[:, None]], dim=1)
+        pending = chosen[:, None]
+        token_ids = torch.cat([token_ids, pending], dim=1)
         ended = ended | (chosen == task.EOS)
     return Samples(token_ids, torch.stack(logprobs, dim=1), torch.stack(masks, dim=1))
+
+
+@torch.no_grad()
+def read_context(
+    network: Qwen3ForCausalLM, problems: Sequence[task.Problem], rows: int, length: int, chooser: random.Random
+) -> DynamicCache:
+    """Keys and values of ``length`` solved problems in each of ``rows`` rows.
+
+    Problems at the same place of every row have answers of the same length, so that no row needs padding.
+    """
+    by_length: dict[int, list[task.Problem]] = {}
+    for problem in problems:
+        by_length.setdefault(len(problem.answer_ids), []).append(problem)
+    columns = [chooser.choices(by_length[len(chooser.choice(problems).answer_ids)], k=rows) for _ in range(length)]
+    documents = [
+        [token for problem in row for token in problem.prompt_ids + problem.answer_ids]
+        for row in zip(*columns, strict=True)
+    ]
+    cache = DynamicCache()
+    if length:
+        network(input_ids=torch.tensor(documents), logits_to_keep=1, **cache_argument(network, cache))
+    return cache
 
 
 def accuracy(network: Qwen3ForCausalLM, problems: Sequence[task.Problem], seed: int | None) -> float:
@@ -102,14 +137,19 @@ def train_reinforcement(
         chosen = chooser.choices(problems, k=settings.prompts_per_step)
         asked = [problem for problem in chosen for _ in range(group)]
         network.eval()
-        samples = sample_answers(network, asked, generator)
+        # Every other step asks after some solved problems, or the network would unlearn to answer there.
+        length = chooser.randrange(settings.longest_context + 1) if step % 2 else 0
+        context = read_context(network, problems, len(chosen), length, chooser)
+        if length:
+            context.batch_repeat_interleave(group)
+        samples = sample_answers(network, asked, generator, context)
         solved = [problem.is_solved_by(ids) for problem, ids in zip(asked, samples.outputs(), strict=True)]
         rewards = torch.tensor(solved, dtype=torch.float32)
         grouped = rewards.view(-1, group)
         deviation = grouped.std(dim=1, keepdim=True, correction=0)
         advantages = ((grouped - grouped.mean(dim=1, keepdim=True)) / (deviation + 1e-4)).view(-1, 1)
         network.train()
-        loss = _policy_loss(network, samples, advantages, settings.clip)
+        loss = _policy_loss(network, samples, advantages, context, settings.clip)
         rehearsed = chooser.choices(problems, k=settings.rehearsal_documents)
         loss = loss + settings.rehearsal_weight * _question_loss(network, rehearsed)
         optimizer.zero_grad(set_to_none=True)
@@ -120,9 +160,13 @@ def train_reinforcement(
     network.eval()
 
 
-def _policy_loss(network: Qwen3ForCausalLM, samples: Samples, advantages: torch.Tensor, clip: float) -> torch.Tensor:
+def _policy_loss(
+    network: Qwen3ForCausalLM, samples: Samples, advantages: torch.Tensor, context: DynamicCache, clip: float
+) -> torch.Tensor:
+    """Clipped policy-gradient loss. Keys and values of the context are constants of it."""
+    inputs = samples.token_ids[:, :-1]
     logits = network(
-        input_ids=samples.token_ids[:, :-1], use_cache=False, logits_to_keep=task.ANSWER_TOKENS
+        input_ids=inputs, logits_to_keep=task.ANSWER_TOKENS, **cache_argument(network, context)
     ).logits.float()
     answers = samples.token_ids[:, task.PROMPT_TOKENS :]
     logprobs = functional.log_softmax(logits, dim=-1).gather(2, answers[:, :, None])[:, :, 0]

@@ -8,7 +8,6 @@ step's input, so output token ``i`` enters the cache under the weights that samp
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, TypedDict
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
+
+from rollspan.models.network import cache_argument
 
 
 class NamedSpan(TypedDict):
@@ -141,12 +142,8 @@ class Replayer:
     def _score(self, directory: Path, chunk: Sequence[int], targets: Sequence[int], cache: DynamicCache) -> list[float]:
         """Log-probs of ``targets``, which the last inputs of ``chunk`` predict; the chunk goes into ``cache``."""
         model = self._models[directory]
-        # transformers renamed the argument in 5.24.
-        known = inspect.signature(type(model).forward).parameters
-        cache_argument = {"cache" if "cache" in known else "past_key_values": cache}
-        output = model(
-            input_ids=torch.tensor([list(chunk)]), use_cache=True, logits_to_keep=len(targets), **cache_argument
-        )
+        token_ids = torch.tensor([list(chunk)])
+        output = model(input_ids=token_ids, logits_to_keep=len(targets), **cache_argument(model, cache))
         scores = torch.log_softmax(output.logits[0].float(), dim=-1)
         chosen: list[float] = scores.gather(1, torch.tensor(list(targets))[:, None])[:, 0].tolist()
         return chosen

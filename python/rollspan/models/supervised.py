@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class SupervisedSettings:
     """How long and how fast; ``question_weight`` is the loss weight of tokens that can't be known from their prefix."""
 
-    steps: int = 360
+    steps: int = 440
     documents_per_step: int = 144
-    documents_per_row: int = 12
+    documents_per_row: int = 28
     learning_rate: float = 3e-3
     warmup_steps: int = 50
     question_weight: float = 0.1

@@ -1,7 +1,7 @@
 """Train the embedded models again: ``python -m rollspan.models.train --out DIR``.
 
 Writes DIR/add2-sft and DIR/add2-rl. One thread, fixed seeds: the same machine and library versions give the same bytes.
-Takes about two minutes.
+Takes about three minutes of one core.
 """
 
 from __future__ import annotations
