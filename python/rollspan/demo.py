@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import contextlib
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from rollspan import models
+from rollspan.demo_server import DemoError, Server
 from rollspan.demo_view import Painter, Rollout, count_sums, table
 from rollspan.flags import Parser
 from rollspan.http_client import HttpClient, HttpError
@@ -32,74 +32,9 @@ CHECKPOINTS = {"sft-0": "add2-sft", "rl-1": "add2-rl", "sft-2": "add2-sft"}
 """Labels in the order in which their weights are published, and the embedded model each stands for."""
 TOLERANCE = 1e-3
 """Largest difference, in nats, between a reported log-prob and the same computed again."""
-START_SECONDS = 120.0
-STOP_SECONDS = 10.0
-_KEPT_LOG_LINES = 20
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message is for the user."""
-
-
-class Server:
-    """``rollspan serve`` as a child process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._log: list[str] = []
-        self._reading = asyncio.create_task(self._read_log())
-
-    @classmethod
-    async def start(cls, arguments: Sequence[str]) -> Server:
-        command = [sys.executable, "-m", "rollspan.cli", "serve", *arguments, "--port", "0", "--events"]
-        pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe))
-
-    async def wait_ready(self) -> str:
-        """The server's URL, once it answers requests.
-
-        Raises:
-            DemoError: it ended, or wasn't ready in time.
-        """
-        try:
-            return await asyncio.wait_for(self._ready_url(), START_SECONDS)
-        except asyncio.TimeoutError:
-            raise DemoError(f"the server was not ready within {START_SECONDS:.0f} s:\n{self._last_words()}") from None
-
-    async def _ready_url(self) -> str:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            event = json.loads(line)
-            if event["event"] == "ready":
-                return str(event["url"])
-        await self._reading
-        raise DemoError(f"the server did not start:\n{self._last_words()}")
-
-    async def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self._log.append(line.decode(errors="replace").rstrip())
-            del self._log[:-_KEPT_LOG_LINES]
-
-    def _last_words(self) -> str:
-        return "\n".join(f"  {line}" for line in self._log)
-
-    async def stop(self) -> None:
-        """End the server and wait for it.
-
-        Raises:
-            DemoError: it ended badly, or had to be killed.
-        """
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            code = await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-        except asyncio.TimeoutError:
-            self._process.kill()
-            code = await self._process.wait()
-        await self._reading
-        if code != 0:
-            raise DemoError(f"the server ended with exit code {code}:\n{self._last_words()}")
+ATTEMPTS = 3
+MAX_TOKENS = 500
+"""Prompt and output fit the model's 512 positions."""
 
 
 class Progress:
@@ -141,8 +76,8 @@ class Demo:
         self._live = terminal
         generator = random.Random(self._seed)
         _, held_out = task.split_problems()
-        problems = generator.sample(held_out, arguments.rollouts)
-        self._rollouts = [Rollout(number, problem) for number, problem in enumerate(problems)]
+        self._problems = generator.sample(held_out, arguments.rollouts)
+        self._rollouts = [Rollout(number, problem) for number, problem in enumerate(self._problems)]
 
     async def run(self) -> bool:
         """Run the demo; returns whether every check passed.
@@ -164,8 +99,12 @@ class Demo:
             generating = time.monotonic()
             await self._generate(url)
             seconds = time.monotonic() - generating
-        finally:
-            await server.stop()
+        except BaseException:
+            # What went wrong is more telling than how the server ends after it.
+            with contextlib.suppress(DemoError):
+                await server.stop()
+            raise
+        await server.stop()
         total = sum(len(rollout.token_ids) for rollout in self._rollouts)
         self._say(f"{len(self._rollouts)} rollouts, {total} tokens in {seconds:.1f} s; the server is stopped\n")
         passed = self._check(replayer)
@@ -173,17 +112,32 @@ class Demo:
         return passed
 
     async def _generate(self, url: str) -> None:
-        progress = Progress(self._rollouts, self._tokens, self._show_progress)
+        """Generate until both updates landed in mid-rollout: longer rollouts each time, for very busy machines."""
         async with HttpClient(url) as client:
-            streams = [self._stream(client, rollout, progress) for rollout in self._rollouts]
-            tasks = [asyncio.create_task(work) for work in (*streams, self._update_weights(client, progress))]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for pending in tasks:
-                    pending.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._end_progress()
+            for attempt in range(1, ATTEMPTS + 1):
+                if attempt > 1:
+                    self._tokens = min(2 * self._tokens, MAX_TOKENS)
+                    self._say(f"  the rollouts were faster than the updates: again, with {self._tokens} tokens each")
+                    await self._stage(client, first := next(iter(CHECKPOINTS)))
+                    await self._publish(client, first)
+                await self._generate_once(client)
+                if all(len(rollout.versions) == len(CHECKPOINTS) for rollout in self._rollouts):
+                    return
+
+    async def _generate_once(self, client: HttpClient) -> None:
+        self._rollouts = [Rollout(number, problem) for number, problem in enumerate(self._problems)]
+        progress = Progress(self._rollouts, self._tokens, self._show_progress)
+        labels = list(CHECKPOINTS)[1:]
+        await self._stage(client, labels[0])
+        streams = [self._stream(client, rollout, progress) for rollout in self._rollouts]
+        tasks = [asyncio.create_task(work) for work in (*streams, self._update_weights(client, labels, progress))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for pending in tasks:
+                pending.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._end_progress()
 
     async def _stream(self, client: HttpClient, rollout: Rollout, progress: Progress) -> None:
         body = {
@@ -205,28 +159,36 @@ class Demo:
                     rollout.take(choice)
                 progress.changed()
 
-    async def _update_weights(self, client: HttpClient, progress: Progress) -> None:
-        """Publish each further checkpoint when the rollouts are one third, two thirds through; nothing is paused."""
-        updates = list(CHECKPOINTS.items())[1:]
-        for number, (label, name) in enumerate(updates, start=1):
-            await client.request("POST", "/start_weight_update")
-            await client.request("POST", "/update_weights", {"update_info": {"path": name}})
-            await progress.reached(self._tokens * number // (len(updates) + 1))
-            answer = await client.request("POST", "/finish_weight_update", {"weight_version": label})
+    async def _update_weights(self, client: HttpClient, labels: Sequence[str], progress: Progress) -> None:
+        """Publish the checkpoints of ``labels`` when the rollouts are a quarter and a half through; nothing is paused.
+
+        Each is staged beforehand, the first one before the rollouts begin, so that only the switch must come in time.
+        """
+        for number, label in enumerate(labels, start=1):
+            if number > 1:
+                await self._stage(client, label)
+            await progress.reached(self._tokens * number // 4)
+            commit = await self._publish(client, label)
             progress.label = label
             if not self._live:
-                self._say(f"  weights {label} ({name}) are commit {answer['weight_commit']}")
+                self._say(f"  weights {label} ({CHECKPOINTS[label]}) are commit {commit}")
+
+    async def _stage(self, client: HttpClient, label: str) -> None:
+        await client.request("POST", "/start_weight_update")
+        await client.request("POST", "/update_weights", {"update_info": {"path": CHECKPOINTS[label]}})
+
+    async def _publish(self, client: HttpClient, label: str) -> int:
+        answer = await client.request("POST", "/finish_weight_update", {"weight_version": label})
+        return int(answer["weight_commit"])
 
     def _check(self, replayer: Replayer) -> bool:
-        self._say(
-            self._painter.dim("a space is <bos>, a semicolon <eos>; the same weights sampled what has one colour")
-        )
+        self._say(self._painter.dim(f"{self._painter.legend}; a space is <bos>, a semicolon <eos>"))
         failures: list[str] = []
         exact = boundaries = ruled_out = 0
         largest = 0.0
         sums: dict[str, tuple[int, int]] = {}
         for rollout in self._rollouts:
-            failures += [f"rollout {rollout.number}: {problem}" for problem in self._problems(rollout)]
+            failures += [f"rollout {rollout.number}: {problem}" for problem in self._faults(rollout)]
             if failures:
                 continue
             spans: Any = rollout.versions
@@ -256,7 +218,7 @@ class Demo:
             self._say(f"wrong: {failure}")
         return not failures
 
-    def _problems(self, rollout: Rollout) -> list[str]:
+    def _faults(self, rollout: Rollout) -> list[str]:
         """What is wrong with a rollout before any token is scored again."""
         problems = []
         count = len(rollout.token_ids)
@@ -264,10 +226,7 @@ class Demo:
             problems.append(f"{count} tokens and {len(rollout.logprobs)} log-probs instead of {self._tokens}")
         named = [span["version"] for span in rollout.versions]
         if named != list(CHECKPOINTS):
-            problems.append(
-                f"versions {named} instead of {list(CHECKPOINTS)}: an update missed the rollout "
-                "(on a very busy machine, more --tokens help)"
-            )
+            problems.append(f"versions {named} instead of {list(CHECKPOINTS)}: an update missed the rollout")
         commits = [{"start": span["start"], "end": span["end"]} for span in rollout.commits]
         if commits != [{"start": span["start"], "end": span["end"]} for span in rollout.versions]:
             problems.append(f"weight_commits {rollout.commits} lie otherwise than weight_versions {rollout.versions}")
@@ -363,8 +322,8 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if not 1 <= arguments.rollouts <= 256:
         parser.error("--rollouts must be from 1 to 256")
-    if not 30 <= arguments.tokens <= 500:
-        parser.error("--tokens must be from 30 to 500")
+    if not 30 <= arguments.tokens <= MAX_TOKENS:
+        parser.error(f"--tokens must be from 30 to {MAX_TOKENS}")
     return run(arguments)
 
 

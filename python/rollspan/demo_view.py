@@ -56,6 +56,11 @@ class Painter:
         self._width = width
         self._order: list[str] = []
 
+    @property
+    def legend(self) -> str:
+        """What tells the versions apart in :meth:`tokens`."""
+        return "each colour is a weight version" if self._colours else "[label] begins the tokens of a weight version"
+
     def bold(self, text: str) -> str:
         return self._paint(text, _BOLD)
 
