@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import re
 import signal
@@ -27,6 +28,8 @@ OPEN_REQUESTS_SECONDS = 1.0
 CAUSE_SECONDS = 2.0
 """What an engine that has told its frontend that it cannot start gets to end, so that it is named as the cause."""
 STOP_SECONDS = 5.0
+SAME_SIGNAL_SECONDS = 0.5
+"""Signals this close together are one request to stop: programs that stop a whole group send two."""
 LAST_OUTPUT_SECONDS = 0.5
 """How long a dead child's stderr is read on, in case that a process of its own keeps the pipe open."""
 
@@ -138,6 +141,7 @@ class Supervisor:
         self._events: Events = queue.SimpleQueue()
         self._children: list[Child] = []
         self._listening = self._ready = False
+        self._signalled_at = -math.inf
 
     def run(
         self, engine: Callable[[], EngineProcess], frontend: Callable[[], subprocess.Popen[bytes]]
@@ -166,6 +170,7 @@ class Supervisor:
         while True:
             event = self._events.get()
             if event.kind == "signal":
+                self._signalled_at = time.monotonic()
                 return self._stop(frontend, engine)
             if event.kind == "exit":
                 failed = engine if event.source == engine.name else frontend
@@ -202,7 +207,7 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return False
-            if event.kind == "signal":
+            if event.kind == "signal" and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
                 return False
         return True
 

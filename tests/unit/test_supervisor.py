@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollspan import supervisor
 from rollspan.launcher import EngineProcess, LaunchError, start_process
 from rollspan.supervisor import OPEN_REQUESTS_SECONDS, Supervisor
 
@@ -91,7 +92,8 @@ def test_a_signal_stops_the_frontend_and_then_the_engine(pair: Pair, number: int
     pair.assert_nothing_runs()
 
 
-def test_a_second_signal_ends_both_at_once(pair: Pair) -> None:
+def test_a_second_signal_ends_both_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SAME_SIGNAL_SECONDS", 0.0)
     pair.on_ready = signal_myself(signal.SIGINT)
     signals_back = "on_term(lambda *_: os.kill(os.getppid(), signal.SIGINT))\n"
     began = time.monotonic()
@@ -102,6 +104,12 @@ def test_a_second_signal_ends_both_at_once(pair: Pair) -> None:
     assert failure.message == "stopped by force: the frontend had not ended"
     assert time.monotonic() - began < 5
     pair.assert_nothing_runs()
+
+
+def test_a_signal_that_arrives_twice_at_once_is_one(pair: Pair) -> None:
+    pair.on_ready = lambda: (signal_myself(signal.SIGINT)(), signal_myself(signal.SIGTERM)())[0]
+    assert pair.run(SERVING_ENGINE, SERVING_FRONTEND) is None
+    assert pair.log.read_text() == "frontend engine "
 
 
 def test_a_killed_engine_ends_the_frontend_a_second_later(pair: Pair) -> None:
@@ -161,9 +169,9 @@ def test_wrong_usage_of_the_frontend_keeps_its_exit_code(pair: Pair) -> None:
 
 
 def test_a_frontend_that_cannot_be_started_leaves_no_engine(pair: Pair) -> None:
-    supervisor = Supervisor(pair.reported.append, shutdown_timeout=1.0)
+    starting = Supervisor(pair.reported.append, shutdown_timeout=1.0)
     with pytest.raises(LaunchError, match="cannot start /no/such/program: No such file or directory"):
-        supervisor.run(partial(pair._start_engine, SERVING_ENGINE), lambda: start_process(["/no/such/program"]))
+        starting.run(partial(pair._start_engine, SERVING_ENGINE), lambda: start_process(["/no/such/program"]))
     assert pair.engine is not None
     assert pair.engine.returncode is not None
 
