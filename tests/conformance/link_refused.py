@@ -33,6 +33,7 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
         ("outputs", "string longer than its bytes", b"\x9a\x00\x91\x92\xdb\xff\xff\xff\xff", "malformed"),
         ("outputs", "reserved byte", b"\x9a\x00\xc1", "malformed"),
         ("outputs", "a byte too many", whole + b"\xc0", "trailing_bytes"),
+        ("outputs", "a byte too many, and no family", msgpack.packb(envelope()) + b"\xc0", "trailing_bytes"),
         ("outputs", "two messages", whole + whole, "trailing_bytes"),
         ("outputs", "a map", {"engine_index": 0}, "wrong_type"),
         ("outputs", "an output as a map", envelope(({"request_id": "r1", "new_token_ids": [1]},)), "wrong_type"),

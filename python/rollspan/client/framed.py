@@ -13,6 +13,7 @@ from rollspan.client.base import EngineCoreClient
 from rollspan.errors import RollspanError
 from rollspan.protocol import codec
 from rollspan.protocol.codec import DecodeError
+from rollspan.protocol.decoder import decode_outputs
 from rollspan.protocol.framing import FrameKind, FrameReader, FramingError, encode_frame
 from rollspan.protocol.messages import (
     ClientHello,
@@ -157,7 +158,7 @@ class FramedClient(EngineCoreClient):
             raise RollspanError(f"the engine died: {codec.decode_dead(payload).message}", reason="engine_dead")
         if kind is not FrameKind.OUTPUTS:
             raise FramingError(f"an engine does not send {kind.name} frames here")
-        message = codec.decode_outputs([payload])
+        message = decode_outputs([payload])
         self.skipped_fields += message.skipped_fields
         if message.utility_output is not None:
             self._answer(message.utility_output)

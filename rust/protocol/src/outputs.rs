@@ -15,6 +15,9 @@ use crate::writer::Writer;
 /// Elements of an `EngineCoreOutputs` array: vLLM's 9, then ours.
 pub const ENVELOPE_ELEMENTS: usize = 10;
 
+/// Root of the path in errors.
+const NAME: &str = "EngineCoreOutputs";
+
 /// One message of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineCoreOutputs {
@@ -107,42 +110,66 @@ impl EngineCoreOutputs {
 /// The envelope is not exactly one well-formed message of one family.
 pub fn decode_outputs(frames: &[&[u8]]) -> Result<Decoded<EngineCoreOutputs>> {
     let (envelope, buffers) = frames.split_first().ok_or(Kind::Truncated)?;
-    decode("EngineCoreOutputs", envelope, buffers, read)
+    let Decoded { value: fields, skipped_fields } = decode(NAME, envelope, buffers, Envelope::read)?;
+    let value = fields.message().map_err(|error| error.at(NAME))?;
+    Ok(Decoded { value, skipped_fields })
 }
 
-fn read(reader: &mut Reader<'_>) -> Result<EngineCoreOutputs> {
-    let mut fields = Fields::open(reader)?;
-    let engine_index = fields.defaulted(reader, "engine_index", Reader::u64)?;
-    let outputs = fields.defaulted(reader, "outputs", |reader| reader.list(EngineCoreOutput::read))?;
-    let scheduler_stats = fields.optional(reader, "scheduler_stats", SchedulerStats::read)?;
-    let timestamp = fields.defaulted(reader, "timestamp", Reader::f64)?;
-    let utility = fields.optional(reader, "utility_output", UtilityOutput::read)?;
-    let finished_requests = fields.optional(reader, "finished_requests", |reader| reader.list(Reader::string))?;
-    let wave_complete = fields.optional(reader, "wave_complete", Reader::u64)?;
-    let start_wave = fields.optional(reader, "start_wave", Reader::u64)?;
-    let weight_version = fields.optional(reader, "weight_version", |reader| reader.text().map(Arc::from))?;
-    let weight_commit = fields.optional(reader, "weight_commit", Reader::u64)?;
-    fields.close(reader)?;
-    let batch = Batch { outputs, scheduler_stats, finished_requests };
-    let body = family(batch, utility, wave_complete, start_wave)?;
-    Ok(EngineCoreOutputs { engine_index, timestamp, weight_version, weight_commit, body })
-}
-
-fn family(
+/// The elements of the array, each of them well-formed; whether they make a message is the next question.
+struct Envelope {
+    engine_index: u64,
     batch: Batch,
+    timestamp: f64,
     utility: Option<UtilityOutput>,
     wave_complete: Option<u64>,
     start_wave: Option<u64>,
-) -> Result<Body> {
-    let is_batch = !batch.outputs.is_empty() || batch.scheduler_stats.is_some() || batch.finished_requests.is_some();
-    let families = [is_batch, utility.is_some(), wave_complete.is_some(), start_wave.is_some()];
-    let families: u8 = families.map(u8::from).iter().sum();
-    match (utility, wave_complete, start_wave) {
-        _ if families != 1 => Err(Kind::Family(families).into()),
-        (Some(utility), ..) => Ok(Body::Utility(utility)),
-        (_, Some(wave), _) => Ok(Body::WaveComplete(wave)),
-        (.., Some(wave)) => Ok(Body::StartWave(wave)),
-        (None, None, None) => Ok(Body::Batch(batch)),
+    weight_version: Option<Arc<str>>,
+    weight_commit: Option<u64>,
+}
+
+impl Envelope {
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let mut fields = Fields::open(reader)?;
+        let engine_index = fields.defaulted(reader, "engine_index", Reader::u64)?;
+        let outputs = fields.defaulted(reader, "outputs", |reader| reader.list(EngineCoreOutput::read))?;
+        let scheduler_stats = fields.optional(reader, "scheduler_stats", SchedulerStats::read)?;
+        let timestamp = fields.defaulted(reader, "timestamp", Reader::f64)?;
+        let utility = fields.optional(reader, "utility_output", UtilityOutput::read)?;
+        let finished_requests = fields.optional(reader, "finished_requests", |reader| reader.list(Reader::string))?;
+        let envelope = Self {
+            engine_index,
+            batch: Batch { outputs, scheduler_stats, finished_requests },
+            timestamp,
+            utility,
+            wave_complete: fields.optional(reader, "wave_complete", Reader::u64)?,
+            start_wave: fields.optional(reader, "start_wave", Reader::u64)?,
+            weight_version: fields.optional(reader, "weight_version", |reader| reader.text().map(Arc::from))?,
+            weight_commit: fields.optional(reader, "weight_commit", Reader::u64)?,
+        };
+        fields.close(reader)?;
+        Ok(envelope)
+    }
+
+    fn message(self) -> Result<EngineCoreOutputs> {
+        let batch = &self.batch;
+        let is_batch =
+            !batch.outputs.is_empty() || batch.scheduler_stats.is_some() || batch.finished_requests.is_some();
+        let families = [is_batch, self.utility.is_some(), self.wave_complete.is_some(), self.start_wave.is_some()];
+        let families: u8 = families.map(u8::from).iter().sum();
+        let body = match (self.utility, self.wave_complete, self.start_wave) {
+            _ if families != 1 => return Err(Kind::Family(families).into()),
+            (Some(utility), ..) => Body::Utility(utility),
+            (_, Some(wave), _) => Body::WaveComplete(wave),
+            (.., Some(wave)) => Body::StartWave(wave),
+            (None, None, None) => Body::Batch(self.batch),
+        };
+        Ok(EngineCoreOutputs {
+            engine_index: self.engine_index,
+            timestamp: self.timestamp,
+            weight_version: self.weight_version,
+            weight_commit: self.weight_commit,
+            body,
+        })
     }
 }
 
