@@ -87,6 +87,15 @@ class FrontendProcess:
             assert response.headers["content-type"].startswith("text/event-stream")
             return list(events(response))
 
+    def stream_or_error(self, token_ids: list[int], **fields: Any) -> list[dict[str, Any]] | httpx.Response:
+        """The chunks of a stream, or the answer when it was refused before it began."""
+        body = {"token_ids": token_ids, "sampling_params": {}, **fields}
+        with self.http.stream("POST", GENERATE, json=body) as response:
+            if response.status_code == 200:
+                return list(events(response))
+            response.read()
+            return response
+
     @contextmanager
     def running_stream(self, token_ids: list[int], **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
         """The chunks of a stream of which the engine has begun to generate."""

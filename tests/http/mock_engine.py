@@ -107,6 +107,13 @@ class MockEngine:
             while not items.empty():
                 items.get()
 
+    def pending_call(self) -> UtilityCall | None:
+        """The next utility call, if it comes soon."""
+        try:
+            return self._calls.get(timeout=0.001)
+        except queue.Empty:
+            return None
+
     @property
     def has_pending_request(self) -> bool:
         return not self._requests.empty()
