@@ -84,6 +84,7 @@ class AsyncLLM:
         self._startup_timeout = 0.0
         self._connecting = asyncio.Lock()
         self._closed = False
+        self._failure: RollspanError | None = None
         self._observer: Callable[[EngineCoreOutputs], None] | None = None
         # The event loop holds its tasks weakly only.
         self._sibling_aborts: set[asyncio.Task[None]] = set()
@@ -279,6 +280,8 @@ class AsyncLLM:
         async with self._connecting:
             if self._closed:
                 raise RollspanError("this AsyncLLM is shut down", reason="shutting_down")
+            if self._failure is not None:
+                raise RollspanError(self._failure.message, reason=self._failure.reason)
             if self._client is None:
                 self._client = await self._connect()
             return self._client
@@ -294,7 +297,8 @@ class AsyncLLM:
                 name="AsyncLLM",
                 alive=lambda: engine.process.poll() is None,
             )
-        except RollspanError:
+        except RollspanError as error:
+            self._failure = error
             await self._stop_engine()
             raise
         self._listen(client)

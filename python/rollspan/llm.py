@@ -87,8 +87,10 @@ class LLM:
         states: list[RequestState] = []
         try:
             states.extend(self._open(one) for one in admitted)
-            while not all(state.finished for state in states):
-                self._step_or_raise()
+            while not _settled(states):
+                still_open = len(self._processor)
+                while len(self._processor) == still_open:
+                    self._step_or_raise()
             return [output for state in states if (output := state.take()) is not None]
         finally:
             for state in states:
@@ -236,6 +238,11 @@ class LLM:
         siblings = self._processor.process(message)
         if siblings:
             self._engine.abort(siblings)
+
+
+def _settled(states: list[RequestState]) -> bool:
+    """True when every request has ended, or one has failed, which ends the batch."""
+    return all(state.finished for state in states) or any(state.error is not None for state in states)
 
 
 def _nobody_sleeps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from rollspan import launcher
 from rollspan.async_llm import AsyncLLM
 from rollspan.client.framed import FramedClient
+from rollspan.config import EngineConfig
 from rollspan.errors import RollspanError
+from rollspan.output_processor import RequestFailedError
 from rollspan.outputs import RequestOutput
 from rollspan.protocol.messages import EngineError, FinishReason
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
@@ -107,6 +111,18 @@ async def test_a_refused_request_raises_the_engines_reason(engine: FakeEngine, l
     with pytest.raises(RollspanError, match="paused") as caught:
         await reader
     assert caught.value.reason == "engine_paused"
+
+
+async def test_a_failed_sequence_aborts_its_siblings_in_the_engine(engine: FakeEngine, llm: AsyncLLM) -> None:
+    reader = asyncio.create_task(collect(llm, SamplingParams(n=2)))
+    first, second = [(await engine.requests.get()).request_id for _ in range(2)]
+    engine.step(output(first, 4), output(second, 5))
+    engine.step(output(first, finish=FinishReason.ERROR, error=EngineError("nan_logits", "not finite")))
+    with pytest.raises(RequestFailedError, match="not finite") as caught:
+        await reader
+    assert caught.value.partial_output is not None
+    assert [completion.token_ids for completion in caught.value.partial_output.outputs] == [[4], [5]]
+    assert await engine.aborts.get() == [second]
 
 
 async def test_bad_arguments_never_reach_the_engine(engine: FakeEngine, llm: AsyncLLM) -> None:
@@ -220,6 +236,45 @@ async def test_an_observer_sees_every_batch_after_it_was_processed(engine: FakeE
     engine.step(output(name, 5, finish=FinishReason.STOP), version="B")
     await reader
     assert seen == [("B", 0)]
+
+
+STILLBORN = """
+import socket, sys
+from rollspan.protocol import codec
+from rollspan.protocol.framing import FrameKind, encode_frame
+from rollspan.protocol.messages import DeadNotice
+
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(sys.argv[1])
+    listener.listen()
+    link = listener.accept()[0]
+    link.recv(4096)
+    link.sendall(encode_frame(FrameKind.DEAD, codec.encode_dead(DeadNotice("weights_invalid", "no such tensor"))))
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("program", "message"), [(STILLBORN, "no such tensor"), ("", "ended before it was ready")])
+async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    def start(config: EngineConfig, directory: Path) -> launcher.EngineProcess:
+        path = directory / launcher.SOCKET_NAME
+        return launcher.EngineProcess(launcher.start_process([sys.executable, "-c", program, str(path)]), path)
+
+    runtime_directory = socket_path.parent
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_directory))
+    monkeypatch.setattr(launcher, "start_engine", start)
+    llm = AsyncLLM(num_threads=1)
+    assert llm.socket_path is not None
+    for _ in range(2):
+        with pytest.raises(RollspanError, match=message) as caught:
+            await llm.start()
+        assert caught.value.reason == "engine_dead"
+    await llm.shutdown()
+    assert not any(os.scandir(runtime_directory))
+    with pytest.raises(RollspanError, match="shut down"):
+        await llm.start()
 
 
 def test_importing_the_package_and_the_client_side_loads_no_torch() -> None:
