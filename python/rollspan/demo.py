@@ -45,15 +45,19 @@ class Progress:
         self._tokens = tokens
         self._show = show
         self._changed = asyncio.Event()
+        self._filled = -1
         self.label = next(iter(CHECKPOINTS))
 
     def changed(self) -> None:
         """Call after every chunk."""
+        self._changed.set()
         done = sum(len(rollout.token_ids) for rollout in self._rollouts)
         total = self._tokens * len(self._rollouts)
         filled = done * 30 // total
+        if filled == self._filled:
+            return
+        self._filled = filled
         self._show(f"  [{'#' * filled}{'-' * (30 - filled)}] {done}/{total} tokens, weights {self.label}")
-        self._changed.set()
 
     async def reached(self, tokens: int) -> None:
         """Wait until every rollout has so many tokens."""
