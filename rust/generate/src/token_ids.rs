@@ -121,51 +121,50 @@ impl<'de> Visitor<'de> for TokenIdsVisitor {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<TokenIds, A::Error> {
         let mut before = Vec::new();
-        while let Some(element) = sequence.next_element::<Element>()? {
-            match element {
-                Element::Id(id) => before.push(id),
-                Element::Other(value) => {
-                    // The rest is read for its syntax only.
-                    while sequence.next_element::<Value>()?.is_some() {}
-                    return Ok(TokenIds::Element { before, value });
-                }
+        while let Some(other) = sequence.next_element_seed(ElementVisitor(&mut before))? {
+            if let Some(value) = other {
+                // The rest is read for its syntax only.
+                while sequence.next_element::<Value>()?.is_some() {}
+                return Ok(TokenIds::Element { before, value: *value });
             }
         }
         Ok(TokenIds::Ids(before))
     }
 }
 
-enum Element {
-    Id(u32),
-    Other(Value),
-}
+/// Appends an element that is a token id, and gives back any other; boxed, as nearly all are token ids.
+struct ElementVisitor<'a>(&'a mut Vec<u32>);
 
-struct ElementVisitor;
+impl<'de> DeserializeSeed<'de> for ElementVisitor<'_> {
+    type Value = Option<Box<Value>>;
 
-impl<'de> Deserialize<'de> for Element {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ElementVisitor)
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_any(self)
     }
 }
 
-impl<'de> Visitor<'de> for ElementVisitor {
-    type Value = Element;
+impl<'de> Visitor<'de> for ElementVisitor<'_> {
+    type Value = Option<Box<Value>>;
 
     fn expecting(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
         formatter.write_str("a JSON value")
     }
 
-    scalars!(Element::Other);
+    scalars!(|value: Value| Some(Box::new(value)));
 
-    fn visit_u64<E>(self, value: u64) -> Result<Element, E> {
-        Ok(u32::try_from(value).map_or_else(|_| Element::Other(value.into()), Element::Id))
+    fn visit_u64<E>(self, value: u64) -> Result<Self::Value, E> {
+        match u32::try_from(value) {
+            Ok(id) => self.0.push(id),
+            Err(_) => return Ok(Some(Box::new(value.into()))),
+        }
+        Ok(None)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, sequence: A) -> Result<Element, A::Error> {
-        Value::deserialize(SeqAccessDeserializer::new(sequence)).map(Element::Other)
+    fn visit_seq<A: SeqAccess<'de>>(self, sequence: A) -> Result<Self::Value, A::Error> {
+        Value::deserialize(SeqAccessDeserializer::new(sequence)).map(|value| Some(Box::new(value)))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Element, A::Error> {
-        Value::deserialize(MapAccessDeserializer::new(map)).map(Element::Other)
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+        Value::deserialize(MapAccessDeserializer::new(map)).map(|value| Some(Box::new(value)))
     }
 }

@@ -1,6 +1,6 @@
 //! Log-probs of the tokens of one output, as n-dimensional arrays on the wire and as flat rows here.
 
-use crate::error::DecodeErrorKind as Kind;
+use crate::error::{DecodeError, DecodeErrorKind as Kind};
 use crate::fields::Fields;
 use crate::reader::{Reader, Result};
 use crate::writer::Writer;
@@ -63,18 +63,12 @@ impl LogprobsLists {
         let ranks = fields.required(reader, "sampled_ranks", Array::read)?;
         let cumulative = fields.optional(reader, "cu_num_generated_tokens", |reader| reader.list(Reader::u64))?;
         fields.close(reader)?;
-        let &[positions, width] = token_ids.shape.as_slice() else {
-            return Err(Kind::InvalidArray("token_ids must have the shape [positions, k + 1]".to_owned()).into());
-        };
-        if width == 0 {
-            return Err(Kind::InvalidArray("a row must hold the sampled token".to_owned()).into());
+        let Shape { dimensions, sizes: [positions, width] } = token_ids.shape;
+        if dimensions != 2 || width == 0 {
+            return Err(invalid("token_ids must have the shape [positions, k + 1]"));
         }
-        if logprobs.shape != token_ids.shape || ranks.shape != [positions] {
-            let found = format!(
-                "shapes must be [positions, k + 1] twice and [positions], got {:?}, {:?}, {:?}",
-                token_ids.shape, logprobs.shape, ranks.shape
-            );
-            return Err(Kind::InvalidArray(found).into());
+        if logprobs.shape != token_ids.shape || ranks.shape != (Shape { dimensions: 1, sizes: [positions, 0] }) {
+            return Err(invalid("log-probs must have the shape of token_ids, ranks one entry for each position"));
         }
         Ok(Self {
             width,
@@ -127,8 +121,38 @@ enum Dtype {
 /// An n-dimensional array whose data has the size that dtype and shape promise.
 struct Array<'a> {
     dtype: Dtype,
-    shape: Vec<usize>,
+    shape: Shape,
     data: &'a [u8],
+}
+
+/// Sizes of the dimensions: one or two, the second 0 where there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    dimensions: usize,
+    sizes: [usize; 2],
+}
+
+impl Shape {
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let mut shape = Self { dimensions: reader.array()?, sizes: [0; 2] };
+        if !(1..=2).contains(&shape.dimensions) {
+            return Err(invalid("must have one or two dimensions"));
+        }
+        for size in shape.sizes.iter_mut().take(shape.dimensions) {
+            *size = usize::try_from(reader.u64()?).map_err(|_| Kind::OutOfRange("an array dimension"))?;
+        }
+        reader.leave();
+        Ok(shape)
+    }
+
+    /// Bytes of an array of this shape; `None` where they cannot be counted.
+    fn bytes(self, item: usize) -> Option<usize> {
+        self.sizes.iter().take(self.dimensions).try_fold(item, |bytes, size| bytes.checked_mul(*size))
+    }
+}
+
+fn invalid(words: &str) -> DecodeError {
+    Kind::InvalidArray(words.to_owned()).into()
 }
 
 impl<'a> Array<'a> {
@@ -138,21 +162,14 @@ impl<'a> Array<'a> {
             "<i4" => Ok(Dtype::Int32),
             "<i8" => Ok(Dtype::Int64),
             "<f4" => Ok(Dtype::Float32),
-            other => Err(Kind::InvalidArray(format!("dtype must be <i4, <i8 or <f4, got {other:?}")).into()),
+            other => Err(invalid(&format!("dtype must be <i4, <i8 or <f4, got {other:?}"))),
         })?;
-        let shape = fields.required(reader, "shape", |reader| {
-            let size = |reader: &mut Reader<'_>| {
-                usize::try_from(reader.u64()?).map_err(|_| Kind::OutOfRange("an array dimension").into())
-            };
-            reader.list(size)
-        })?;
+        let shape = fields.required(reader, "shape", Shape::read)?;
         let data = fields.required(reader, "data", Reader::array_data)?;
         fields.close(reader)?;
         let item = if dtype == Dtype::Int64 { 8 } else { 4 };
-        let expected = shape.iter().try_fold(item, |bytes: usize, size| bytes.checked_mul(*size));
-        if expected != Some(data.len()) {
-            let found = format!("{} bytes of data do not fill the shape {shape:?}", data.len());
-            return Err(Kind::InvalidArray(found).into());
+        if shape.bytes(item) != Some(data.len()) {
+            return Err(invalid(&format!("{} bytes of data do not fill {shape:?}", data.len())));
         }
         Ok(Self { dtype, shape, data })
     }
@@ -174,13 +191,13 @@ impl<'a> Array<'a> {
                     .map(|value| u32::try_from(i64::from_le_bytes(*value)).map_err(|_| out_of_range()))
                     .collect()
             }
-            Dtype::Float32 => Err(Kind::InvalidArray("dtype must be <i4 or <i8, got <f4".to_owned()).into()),
+            Dtype::Float32 => Err(invalid("dtype must be <i4 or <i8, got <f4")),
         }
     }
 
     fn floats(&self) -> Result<Vec<f32>> {
         if self.dtype != Dtype::Float32 {
-            return Err(Kind::InvalidArray("dtype must be <f4".to_owned()).into());
+            return Err(invalid("dtype must be <f4"));
         }
         let (values, _) = self.data.as_chunks::<4>();
         Ok(values.iter().map(|value| f32::from_le_bytes(*value)).collect())
