@@ -25,7 +25,7 @@ from rollspan.launcher import EngineProcess, stop_process
 
 OPEN_REQUESTS_SECONDS = 1.0
 """What the frontend gets to tell its open requests that the engine is dead."""
-CAUSE_SECONDS = 2.0
+CAUSE_SECONDS = 5.0
 """What an engine that has told its frontend that it cannot start gets to end, so that it is named as the cause."""
 STOP_SECONDS = 5.0
 SAME_SIGNAL_SECONDS = 0.5
