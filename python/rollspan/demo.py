@@ -59,9 +59,14 @@ class Progress:
         self._filled = filled
         self._show(f"  [{'#' * filled}{'-' * (30 - filled)}] {done}/{total} tokens, weights {self.label}")
 
+    @property
+    def slowest(self) -> int:
+        """Tokens of the rollout that has fewest."""
+        return min(len(rollout.token_ids) for rollout in self._rollouts)
+
     async def reached(self, tokens: int) -> None:
         """Wait until every rollout has so many tokens."""
-        while min(len(rollout.token_ids) for rollout in self._rollouts) < tokens:
+        while self.slowest < tokens:
             self._changed.clear()
             await self._changed.wait()
 
@@ -164,14 +169,15 @@ class Demo:
                 progress.changed()
 
     async def _update_weights(self, client: HttpClient, labels: Sequence[str], progress: Progress) -> None:
-        """Publish the checkpoints of ``labels`` when the rollouts are a quarter and a half through; nothing is paused.
+        """Publish the checkpoints of ``labels``, each a quarter of a rollout after the last; nothing is paused.
 
         Each is staged beforehand, the first one before the rollouts begin, so that only the switch must come in time.
         """
+        quarter = self._tokens // 4
         for number, label in enumerate(labels, start=1):
             if number > 1:
                 await self._stage(client, label)
-            await progress.reached(self._tokens * number // 4)
+            await progress.reached(min(progress.slowest + quarter, 3 * quarter))
             commit = await self._publish(client, label)
             progress.label = label
             if not self._live:

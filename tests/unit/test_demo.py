@@ -14,6 +14,7 @@ import pytest
 from rollspan import demo
 from rollspan.demo_view import Painter, Rollout, count_sums, table
 from rollspan.models import task
+from support.scripted_http import Pieces, answer, event_stream, scripted_server
 from support.servers import FRONTENDS, frontend_command
 
 TEXT = "46<eos><bos>11+22=33<eos><bos>40+50=91<eos>"
@@ -191,6 +192,27 @@ def test_a_lie_is_found_out(
     assert re.search(f"wrong: rollout 0.*{complaint}", capsys.readouterr().out)
 
 
+async def test_rollouts_that_outran_the_updates_are_made_again_and_longer() -> None:
+    published = []
+
+    def respond(method: str, path: str, body: Any) -> Pieces:
+        if path == "/finish_weight_update":
+            published.append(body["weight_version"])
+            return answer({"weight_commit": len(published)})
+        if path != "/inference/v1/generate":
+            return answer({})
+        count = body["sampling_params"]["max_tokens"]
+        ends = [("sft-0", count)] if count == 90 else [("sft-0", 50), ("rl-1", 100), ("sft-2", count)]
+        return event_stream({"choices": [chunk([5] * count, spans(*ends), finish_reason="length")]})
+
+    act = demo.Demo(arguments(rollouts=3))
+    async with scripted_server(respond) as server:
+        await act._generate(server.url)
+        asked = [body["sampling_params"]["max_tokens"] for _, path, body in server.requests if "generate" in path]
+    assert asked == [90] * 3 + [180] * 3
+    assert published == ["rl-1", "sft-2", "sft-0", "rl-1", "sft-2"]
+
+
 @pytest.mark.parametrize("words", [["--rollouts", "0"], ["--tokens", "5"], ["--frontend", "perl"]])
 def test_wrong_flags_are_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -218,7 +240,7 @@ def test_the_demo_proves_every_boundary_and_leaves_nothing_behind(frontend: str)
 def test_a_server_that_does_not_start_is_one_error_with_its_reason() -> None:
     environment = {**os.environ, "ROLLSPAN_HTTP_BINARY": "/nowhere/rollspan-http"}
     command = [sys.executable, "-m", "rollspan.cli", "demo", "--frontend", "rust"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert result.returncode == 1
     assert result.stderr.startswith("rollspan demo: error: the server did not start:")
     assert "not found in /nowhere" in result.stderr
