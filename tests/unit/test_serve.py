@@ -17,8 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollspan.launcher import start_process, stop_process
 from support.serve import END_SECONDS, Serve
-from support.servers import FRONTENDS, frontend_command
+from support.servers import FRONTENDS, Frontend, frontend_command
 
 pytestmark = pytest.mark.slow
 
@@ -177,3 +178,16 @@ def test_an_address_that_others_reach_needs_a_word_of_consent(start: Starter, ki
     assert code == 2
     assert "--insecure" in lines[-1]
     start.assert_nothing_is_left()
+
+
+def test_an_engine_and_its_frontend_run_apart(socket_path: Path) -> None:
+    command = [sys.executable, "-m", "rollspan.cli", "engine", "add2-sft", "--socket", str(socket_path)]
+    engine = start_process(command)
+    try:
+        frontend = Frontend(FRONTENDS[0], socket_path, dict(os.environ))
+        cards = httpx.get(frontend.url + "/v1/models", timeout=END_SECONDS).json()["data"]
+        assert [card["id"] for card in cards] == ["add2-sft"]
+        frontend.close()
+    finally:
+        assert stop_process(engine, END_SECONDS) == 0
+    assert not socket_path.exists()
