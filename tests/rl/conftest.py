@@ -80,7 +80,7 @@ async def counting(kind: str, counting_server: Server) -> AsyncIterator[Driver]:
     """The counting model, running, through one kind of client."""
     driver = await _drive(kind, counting_server)
     yield driver
-    await driver.resume()
+    await driver.settle()
     await driver.close()
 
 
@@ -90,5 +90,5 @@ async def embedded(kind: str, embedded_server: Server, embedded_root: Path) -> A
     driver = await _drive(kind, embedded_server)
     await driver.update(embedded_root / "rl", "rl")
     yield driver
-    await driver.resume()
+    await driver.settle()
     await driver.close()

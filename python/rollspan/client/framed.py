@@ -199,7 +199,7 @@ class FramedClient(EngineCoreClient):
 async def _open(path: Path, alive: Callable[[], bool]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     while True:
         try:
-            return await asyncio.open_unix_connection(path)
+            return await asyncio.open_unix_connection(path, limit=READ_BYTES)
         except (FileNotFoundError, ConnectionRefusedError):
             if not alive():
                 raise RollspanError("the engine process ended before it was ready", reason="engine_dead") from None
