@@ -151,7 +151,8 @@ class Supervisor:
         Raises:
             LaunchError: one of the two cannot be started; nothing is left running.
         """
-        previous = {number: signal.signal(number, self._signalled) for number in STOP_SIGNALS}
+        heeded = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not _ignored(number)]
+        previous = {number: signal.signal(number, self._signalled) for number in heeded}
         try:
             self._children.append(Child("engine", engine().process, self._events))
             self._children.append(Child("frontend", frontend(), self._events))
@@ -210,6 +211,11 @@ class Supervisor:
             if event.kind == "signal" and time.monotonic() - self._signalled_at > SAME_SIGNAL_SECONDS:
                 return False
         return True
+
+
+def _ignored(number: signal.Signals) -> bool:
+    """Whether whoever started us had this signal ignored, as ``nohup`` does with SIGHUP."""
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _text(line: bytes) -> str:

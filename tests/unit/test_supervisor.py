@@ -107,7 +107,11 @@ def test_a_second_signal_ends_both_at_once(pair: Pair, monkeypatch: pytest.Monke
 
 
 def test_a_signal_that_arrives_twice_at_once_is_one(pair: Pair) -> None:
-    pair.on_ready = lambda: (signal_myself(signal.SIGINT)(), signal_myself(signal.SIGTERM)())[0]
+    def send_two() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pair.on_ready = send_two
     assert pair.run(SERVING_ENGINE, SERVING_FRONTEND) is None
     assert pair.log.read_text() == "frontend engine "
 
@@ -188,6 +192,20 @@ def test_log_lines_are_passed_on_as_they_come(pair: Pair, capfd: pytest.CaptureF
     pair.run(logging + "print('INFO loaded', file=sys.stderr)\n" + SERVING_ENGINE, SERVING_FRONTEND)
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["INFO loading", "error: odd, but going on", "INFO loaded"]
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(pair: Pair) -> None:
+    def hang_up_and_then_fail() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert pair.engine is not None
+        os.kill(pair.engine.pid, signal.SIGKILL)
+
+    pair.on_ready = hang_up_and_then_fail
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert pair.run(SERVING_ENGINE, SERVING_FRONTEND) is not None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_previous_signal_handlers_are_put_back(pair: Pair) -> None:
