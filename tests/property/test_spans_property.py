@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rollspan.spans import SpanBuilder
 
 Push = tuple["str | None", "int | None", int]
