@@ -1,0 +1,146 @@
+"""Scheduler and block pool under random traffic: nothing is lost, nobody starves, no limit is broken."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollspan.engine.kv_cache import BlockPool
+from rollspan.engine.request import Request, RequestStatus
+from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
+from rollspan.protocol.messages import EngineCoreRequest
+from rollspan.sampling_params import SamplingParams
+
+LONGEST = 40
+PROMPTS = st.sampled_from([1, 2, 5, 12, 20, LONGEST - 1])
+
+
+class Traffic(RuleBasedStateMachine):
+    """A scheduler and what an engine does with its answers, without any tensors: token i of a request is i."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        spare=st.integers(0, 6),
+        sequences=st.integers(1, 6),
+        budget=st.integers(0, 30),
+    )
+    def start(self, block_size: int, spare: int, sequences: int, budget: int) -> None:
+        least = -(-LONGEST // block_size)
+        self.budget = sequences + budget
+        self.sequences = sequences
+        pool = BlockPool(least + spare, block_size)
+        self.scheduler = Scheduler(pool, max_num_seqs=sequences, max_num_batched_tokens=self.budget)
+        self.open: dict[str, Request] = {}
+        self.finished: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.arrivals = 0
+
+    @rule(requests=st.lists(st.tuples(PROMPTS, st.integers(1, 25), st.integers(-1, 1)), min_size=1, max_size=6))
+    def arrive(self, requests: list[tuple[int, int, int]]) -> None:
+        if self.scheduler.pause_state is PauseState.PAUSED_NEW:
+            return  # an engine refuses requests then
+        for prompt, output, priority in requests:
+            self.arrivals += 1
+            name = f"r{self.arrivals}"
+            params = SamplingParams(max_tokens=min(output, LONGEST - prompt))
+            message = EngineCoreRequest(name, list(range(prompt)), params, priority=priority)
+            self.open[name] = Request(message, admission=("A", 0), arrival=self.arrivals, seed=0)
+            self.scheduler.add(self.open[name])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open)
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        request = self.open.pop(name)
+        self.scheduler.finish(request)
+        self.scheduler.finish(request)  # a second time changes nothing
+        self.aborted.add(name)
+
+    @rule(state=st.sampled_from(PauseState))
+    def pause_or_resume(self, state: PauseState) -> None:
+        self.scheduler.pause_state = state
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.scheduler.preempt_all()
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def step(self) -> list[ScheduledRequest]:
+        decoding = [request for request in self.scheduler.running if request.num_pending_tokens == 1]
+        never_ran = {name for name, request in self.open.items() if request.status is RequestStatus.WAITING}
+        first = min(self.scheduler.running, key=lambda request: request.order, default=None)
+        could_work = self.scheduler.has_work()
+        scheduled = self.scheduler.schedule()
+        self.check_step(scheduled, decoding, never_ran)
+        assert bool(scheduled) == could_work
+        if first is not None and self.scheduler.pause_state is not PauseState.PAUSED_ALL:
+            assert first in [entry.request for entry in scheduled]  # it advances in every step
+        for entry in scheduled:
+            samples = entry.samples
+            entry.request.num_computed_tokens += entry.num_tokens
+            if samples:
+                entry.request.append(entry.request.num_tokens)
+            if entry.request.finish_reason is not None:
+                self.scheduler.finish(entry.request)
+                self.finished[entry.request.request_id] = self.open.pop(entry.request.request_id)
+        return scheduled
+
+    def check_step(self, scheduled: list[ScheduledRequest], decoding: list[Request], never_ran: set[str]) -> None:
+        names = [entry.request.request_id for entry in scheduled]
+        assert len(names) == len(set(names)) <= self.sequences
+        assert sum(entry.num_tokens for entry in scheduled) <= self.budget
+        for entry in scheduled:
+            request = entry.request
+            assert request.request_id in self.open
+            assert 1 <= entry.num_tokens <= request.num_pending_tokens
+            room = len(request.block_ids) * self.scheduler.pool.block_size
+            assert room >= request.num_computed_tokens + entry.num_tokens
+            assert 0 not in request.block_ids  # the padding block
+        if self.scheduler.pause_state is PauseState.PAUSED_ALL:
+            assert not scheduled
+            return
+        if self.scheduler.pause_state is PauseState.PAUSED_NEW:
+            assert not never_ran & set(names)
+        for request in decoding:  # a decode waits for nobody; it only loses its blocks
+            assert request.request_id in names or request.status is RequestStatus.PREEMPTED
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return  # hypothesis looks before the start as well
+        self.scheduler.check()
+        assert self.scheduler.requests == self.open
+        assert len(self.scheduler.running) <= self.sequences
+        assert self.scheduler.num_waiting == len(self.open) - len(self.scheduler.running)
+        assert self.scheduler.pool.usage == 1 - self.scheduler.pool.num_free / self.scheduler.pool.num_blocks
+        for request in self.open.values():
+            assert (request.status is RequestStatus.RUNNING) or not request.block_ids
+            assert request.num_computed_tokens < request.num_tokens
+
+    def teardown(self) -> None:
+        """Left alone, every request ends, in a number of steps that its work explains."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.pause_state = PauseState.UNPAUSED
+        # In each step the first running request in order advances by a token at least, and keeps what it has. Another
+        # one can become the first only once for each request: when it is admitted.
+        for _ in range(2 * LONGEST * len(self.open)):
+            if self.open:
+                self.step()
+        assert not self.open
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert len(self.finished) + len(self.aborted) == self.arrivals
+        for request in self.finished.values():
+            # Preempted or not, the tokens are the prompt's and then those that were sampled, in order.
+            assert request.token_ids == list(range(request.num_tokens))
+            assert request.num_output_tokens == request.params.max_tokens
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
