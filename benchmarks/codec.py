@@ -33,7 +33,7 @@ Figure = dict[str, Any]
 
 
 def measure(name: str, size: int, call: Callable[[], Any]) -> Figure:
-    """Mean microseconds of a call in the fastest of many short rounds, so that the machine's other work counts little."""
+    """Mean microseconds of a call in the fastest of many short rounds: what else the machine does counts little."""
     start, calls = time.perf_counter(), 0
     while time.perf_counter() - start < ROUND_SECONDS:
         call()

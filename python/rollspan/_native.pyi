@@ -1,9 +1,12 @@
 """The Rust decoder and span builder. Absent where the package was installed without its extension module."""
 
 from collections.abc import Sequence
+from typing import final
 
 from rollspan.protocol.messages import EngineCoreOutputs
 from rollspan.spans import CommitSpan, VersionSpan
+
+__all__ = ["SpanBuilder", "__version__", "decode_outputs"]
 
 __version__: str
 
@@ -14,6 +17,7 @@ def decode_outputs(frames: Sequence[bytes]) -> EngineCoreOutputs:
         rollspan.protocol.codec.DecodeError: the message is not well formed.
     """
 
+@final
 class SpanBuilder:
     """As :class:`rollspan.spans.SpanBuilder`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 from pathlib import Path
@@ -31,6 +32,16 @@ def cases(part: str) -> list[Any]:
 
 def test_the_module_has_the_version_of_the_package() -> None:
     assert native.__version__ == __version__
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    stub = ast.parse(Path(native.__file__).with_name("_native.pyi").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert {*classes, *functions, "__version__"} == set(native.__all__)
+    for name, node in classes.items():
+        methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name != "__new__"}
+        assert methods == {item for item in vars(getattr(native, name)) if not item.startswith("_")}
 
 
 @pytest.mark.parametrize("frames", cases("accepted"))
