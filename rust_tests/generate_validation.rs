@@ -6,7 +6,7 @@
 #[expect(dead_code, reason = "no messages here")]
 mod vectors;
 
-use rollspan_generate::{ApiError, GenerateRequest, Served, ignored_fields_header};
+use rollspan_generate::{ApiError, GenerateRequest, Reason, Served, check_label, ignored_fields_header};
 use rollspan_protocol::Limits;
 use serde_json::{Value, json};
 use vectors::{bytes, load, sampling_view, text, without};
@@ -125,4 +125,28 @@ fn the_header_of_ignored_fields_is_encoded_and_bounded() {
     let long = "x".repeat(600);
     assert_eq!(header(&[&long, &long, "y"]), Some(long.clone()));
     assert_eq!(header(&[&"x".repeat(1025)]), None);
+}
+
+#[test]
+fn a_value_becomes_the_label_or_the_refusal_of_its_vector() {
+    for case in load("labels.json")["cases"].as_array().unwrap() {
+        let label = check_label(&case["value"], "new_version");
+        match case.get("label") {
+            Some(expected) => assert_eq!(label.as_deref(), Ok(text(expected))),
+            None => {
+                let error = label.unwrap_err();
+                assert_eq!(error.message, text(&case["message"]));
+                assert_eq!((error.reason, error.param.as_deref()), (Reason::InvalidLabel, Some("new_version")));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_table_of_errors_is_that_of_the_vectors() {
+    let table: Vec<Value> = Reason::ALL
+        .iter()
+        .map(|reason| json!({"reason": reason.as_str(), "status": reason.status(), "type": reason.kind()}))
+        .collect();
+    assert_eq!(json!(table), load("errors.json")["errors"]);
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollspan.errors import RollspanError
+from rollspan.errors import ERRORS, RollspanError, check_label
 from rollspan.frontend.schemas import GenerateRequest, parse_generate
 from rollspan.protocol.messages import EngineHello, Limits, ModelFacts
 from rollspan.spans import SpanBuilder
@@ -16,6 +16,8 @@ from support.wire_views import sampling_view
 
 CONFORMANCE = Path(__file__).parents[1] / "conformance"
 VALIDATION = json.loads((CONFORMANCE / "generate_validation.json").read_text(encoding="utf-8"))
+LABELS = json.loads((CONFORMANCE / "labels.json").read_text(encoding="utf-8"))
+TABLE = json.loads((CONFORMANCE / "errors.json").read_text(encoding="utf-8"))
 SPANS = json.loads((CONFORMANCE / "spans.json").read_text(encoding="utf-8"))
 DEFAULTS: dict[str, Any] = {
     "request_id": None,
@@ -78,3 +80,20 @@ def test_stamps_make_the_spans_of_their_vector(case: dict[str, Any]) -> None:
         builder.push(version, commit, tokens)
     spans = builder.between(case.get("start", 0), case.get("total", builder.tokens))
     assert spans == (case["versions"], case["commits"])
+
+
+@pytest.mark.parametrize("case", LABELS["cases"])
+def test_a_value_becomes_the_label_or_the_refusal_of_its_vector(case: dict[str, Any]) -> None:
+    if "label" in case:
+        assert check_label(case["value"], "new_version") == case["label"]
+        return
+    with pytest.raises(RollspanError) as refusal:
+        check_label(case["value"], "new_version")
+    refused = refusal.value
+    assert (refused.reason, refused.param, refused.message) == ("invalid_label", "new_version", case["message"])
+
+
+def test_the_table_of_errors_is_that_of_the_vectors() -> None:
+    assert [{"reason": reason, "status": status, "type": kind} for reason, (status, kind) in ERRORS.items()] == TABLE[
+        "errors"
+    ]
