@@ -1,4 +1,4 @@
-"""What a finished or streaming request gives back. The names are vLLM's, so that code written for it reads the same fields."""
+"""What a finished or streaming request gives back. The names are vLLM's: code written for it reads the same fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rollspan.spans import CommitSpan, VersionSpan
 class Logprob:
     """Log-probability (natural logarithm) of one token at one position.
 
-    ``rank`` counts from 1 for the most probable token of that position. ``decoded_token`` is None unless text output was asked for.
+    ``rank`` counts from 1 for the most probable token of that position. ``decoded_token`` is None unless text output was
+    asked for.
     """
 
     logprob: float
@@ -28,9 +29,9 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One output sequence of a request, or with DELTA outputs the piece of it that is new.
 
-    ``weight_versions`` and ``weight_commits`` cover the *whole* sequence and are set on its final output (``finish_reason`` is set). On
-    other outputs they are None, except for DELTA outputs of a request that asked for ``include_weight_versions``: there they cover
-    this output's tokens. Indexes always count from the start of the sequence.
+    ``weight_versions`` and ``weight_commits`` cover the *whole* sequence and are set on its final output
+    (``finish_reason`` is set). On other outputs they are None, except for DELTA outputs of a request that asked for
+    ``include_weight_versions``: there they cover this output's tokens. Indexes always count from the start of the sequence.
     """
 
     index: int
@@ -71,8 +72,9 @@ class CompletionOutput:
 class RequestOutput:
     """Output of one request: its sequences and the weights it was admitted under.
 
-    ``weight_version`` and ``weight_commit`` are the label and commit number in force when the request entered the scheduler; for n > 1
-    each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys and values came from the prefix cache.
+    ``weight_version`` and ``weight_commit`` are the label and commit number in force when the request entered the
+    scheduler; for n > 1 each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys and
+    values came from the prefix cache.
     """
 
     request_id: str
@@ -112,7 +114,8 @@ class RequestOutput:
 def _join(first: list[Any] | None, second: list[Any] | None, key: str, tokens: int) -> list[Any] | None:
     """Spans of two consecutive pieces as one list; equal neighbours become one span.
 
-    ``tokens`` is the length of the first piece: without spans its tokens become one span whose value is None, as in `SpanBuilder`.
+    ``tokens`` is the length of the first piece: without spans its tokens become one span whose value is None, as in
+    `SpanBuilder`.
     """
     if not second:
         return first

@@ -1,7 +1,7 @@
 """Weight-version spans: which weights sampled which output tokens.
 
-`SpanBuilder` is the executable definition of a span list. The Rust frontend has the same logic; shared vectors and a property test
-hold the two against each other.
+`SpanBuilder` is the executable definition of a span list. The Rust frontend has the same logic; shared vectors and a
+property test hold the two against each other.
 
 A span is half-open and counts output tokens only, the prompt is excluded:
 
@@ -14,8 +14,8 @@ Laws, for each of the two lists on its own:
 2. Adjacent spans have different values: A then A is one span, A then B then A is three.
 3. Outputs without tokens never open a span, whatever they are stamped with.
 4. Tokens without a stamp get a span of their own whose value is ``None``: never the neighbour's value, never a hole.
-5. No tokens: the list is empty. Tokens, but not one of them stamped: there is no list (``None``), as from an engine that reports no
-   labels at all. Trimming stamped tokens away does not make the engine one that reports none.
+5. No tokens: the list is empty. Tokens, but not one of them stamped: there is no list (``None``), as from an engine that
+   reports no labels at all. Trimming stamped tokens away does not make the engine one that reports none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Generic, TypedDict, TypeVar
 
 
 class VersionSpan(TypedDict):
-    """Output tokens ``start`` to ``end - 1`` were sampled by the weights called ``version`` (None: the engine did not say)."""
+    """Tokens ``start`` to ``end - 1`` were sampled by the weights called ``version`` (None: the engine did not say)."""
 
     version: str | None
     start: int
@@ -32,7 +32,7 @@ class VersionSpan(TypedDict):
 
 
 class CommitSpan(TypedDict):
-    """Output tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine did not say)."""
+    """Tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine did not say)."""
 
     commit: int | None
     start: int
@@ -62,7 +62,7 @@ class _Runs(Generic[Stamp]):
             self.ends.append(end)
 
     def between(self, start: int, end: int) -> list[tuple[Stamp | None, int, int]] | None:
-        """Runs cut to tokens ``start`` to ``end - 1``: O(runs from ``start`` on), as it walks back from the newest one."""
+        """Runs cut to tokens ``start`` to ``end - 1``: O(runs from ``start`` on), for it walks back from the newest."""
         if end <= start:
             return []
         if not self.stamped:
@@ -107,16 +107,18 @@ class SpanBuilder:
         self._commits.extend(commit, self._tokens)
 
     def finish(self, total: int | None = None) -> tuple[list[VersionSpan] | None, list[CommitSpan] | None]:
-        """Version spans and commit spans of the first ``total`` tokens (default: all), for an output trimmed to that length.
+        """Version spans and commit spans of the first ``total`` tokens (default: all), for an output trimmed to them.
 
-        The builder is unchanged, so this may be called at any time. Raises ValueError when ``total`` is negative or more than was pushed.
+        The builder is unchanged, so this may be called at any time. Raises ValueError when ``total`` is negative or more
+        than was pushed.
         """
         return self.between(0, self._tokens if total is None else total)
 
     def between(self, start: int, end: int) -> tuple[list[VersionSpan] | None, list[CommitSpan] | None]:
         """Version spans and commit spans of tokens ``start`` to ``end - 1``: one chunk of a stream.
 
-        Indexes in the spans count from the start of the output. Raises ValueError unless ``0 <= start <= end <= tokens``.
+        Indexes in the spans count from the start of the output. Raises ValueError unless
+        ``0 <= start <= end <= tokens``.
         """
         if not 0 <= start <= end <= self._tokens:
             raise ValueError(
