@@ -50,7 +50,8 @@ SDIST_ENTRIES = (
     "rustfmt.toml",
     "tests",
 )
-SDIST_IGNORED_NAMES = {"__pycache__", "target", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+SDIST_IGNORED_NAMES = {"__pycache__", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+SDIST_IGNORED_NAMES |= {"target", "artifacts", "corpus", "coverage"}  # what cargo and cargo-fuzz leave
 SDIST_IGNORED_SUFFIXES = {".pyc", ".so", ".pyd"}
 
 
