@@ -1,7 +1,7 @@
 """PEP 517 build backend: maturin, plus the ``rollspan-http`` binary in the wheel's scripts.
 
-maturin builds the extension module and the wheel; this wrapper first builds the HTTP server with cargo and stages it
-where ``[tool.maturin] data`` points, so that installers put it on PATH. The version has one source, the Cargo workspace.
+maturin builds the extension module and the wheel; this wrapper first builds the HTTP server with cargo and stages
+it where ``[tool.maturin] data`` points, so that installers put it on PATH. The version has one source, the Cargo workspace.
 
 Which cargo profile is used, strongest first: ``--config-settings profile=NAME``, the environment variable
 ``ROLLSPAN_BUILD_PROFILE``, then ``release`` for wheels and ``dev`` for editable installs.

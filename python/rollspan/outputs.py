@@ -12,8 +12,8 @@ from rollspan.spans import CommitSpan, VersionSpan
 class Logprob:
     """Log-probability (natural logarithm) of one token at one position.
 
-    ``rank`` counts from 1 for the most probable token of that position. ``decoded_token`` is None unless text output was
-    asked for.
+    ``rank`` counts from 1 for the most probable token of that position. ``decoded_token`` is None unless text output
+    was asked for.
     """
 
     logprob: float
@@ -31,7 +31,8 @@ class CompletionOutput:
 
     ``weight_versions`` and ``weight_commits`` cover the *whole* sequence and are set on its final output
     (``finish_reason`` is set). On other outputs they are None, except for DELTA outputs of a request that asked for
-    ``include_weight_versions``: there they cover this output's tokens. Indexes always count from the start of the sequence.
+    ``include_weight_versions``: there they cover this output's tokens. Indexes always count from the start of
+    the sequence.
     """
 
     index: int
@@ -73,8 +74,8 @@ class RequestOutput:
     """Output of one request: its sequences and the weights it was admitted under.
 
     ``weight_version`` and ``weight_commit`` are the label and commit number in force when the request entered the
-    scheduler; for n > 1 each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys and
-    values came from the prefix cache.
+    scheduler; for n > 1 each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys
+    and values came from the prefix cache.
     """
 
     request_id: str

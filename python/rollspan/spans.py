@@ -14,8 +14,8 @@ Laws, for each of the two lists on its own:
 2. Adjacent spans have different values: A then A is one span, A then B then A is three.
 3. Outputs without tokens never open a span, whatever they are stamped with.
 4. Tokens without a stamp get a span of their own whose value is ``None``: never the neighbour's value, never a hole.
-5. No tokens: the list is empty. Tokens, but not one of them stamped: there is no list (``None``), as from an engine that
-   reports no labels at all. Trimming stamped tokens away does not make the engine one that reports none.
+5. No tokens: the list is empty. Tokens, but not one of them stamped: there is no list (``None``), as from an engine
+   that reports no labels at all. Trimming stamped tokens away does not make the engine one that reports none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VersionSpan(TypedDict):
 
 
 class CommitSpan(TypedDict):
-    """Tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine did not say)."""
+    """Tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine didn't say)."""
 
     commit: int | None
     start: int
@@ -109,8 +109,8 @@ class SpanBuilder:
     def finish(self, total: int | None = None) -> tuple[list[VersionSpan] | None, list[CommitSpan] | None]:
         """Version spans and commit spans of the first ``total`` tokens (default: all), for an output trimmed to them.
 
-        The builder is unchanged, so this may be called at any time. Raises ValueError when ``total`` is negative or more
-        than was pushed.
+        The builder is unchanged, so this may be called at any time. Raises ValueError when ``total`` is negative or
+        more than was pushed.
         """
         return self.between(0, self._tokens if total is None else total)
 
