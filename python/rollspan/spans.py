@@ -32,7 +32,7 @@ class VersionSpan(TypedDict):
 
 
 class CommitSpan(TypedDict):
-    """Tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine didn't say)."""
+    """Tokens ``start`` to ``end - 1`` were sampled by the weights of commit ``commit`` (None: the engine is silent)."""
 
     commit: int | None
     start: int
