@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from counting_model import Checkpoints
+from counting_model import Checkpoints, tensors, write
 from counting_oracle import assert_cover
 
 from rollspan.admission import Prompt
@@ -148,6 +148,16 @@ def test_relabelling_changes_the_label_only(llm: LLM) -> None:
     commit = llm.get_weight_commit()
     assert llm.update_weight_version(7) == "7"
     assert (llm.get_weight_version(), llm.get_weight_commit()) == ("7", commit)
+
+
+def test_the_files_that_the_model_was_started_from_may_be_overwritten(checkpoints: Checkpoints) -> None:
+    """Weights that stay mapped from their file would change under an unchanged label when it does."""
+    directory = write(checkpoints.root / "started-from", tensors(1))
+    with LLM(directory, kv_cache_memory=1 << 20, num_threads=1) as llm:
+        overwrite = (checkpoints.emitting(5) / "model.safetensors").read_bytes()
+        with (directory / "model.safetensors").open("r+b") as file:
+            file.write(overwrite)
+        assert llm.generate([5], GREEDY)[0].outputs[0].token_ids == [1] * 6
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:

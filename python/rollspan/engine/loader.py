@@ -68,6 +68,10 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
         model.to(device)  # type: ignore[arg-type]
         model.requires_grad_(False)
         model.eval()
+        if device.type == "cpu":
+            # Loading maps the files: whoever overwrites them would change weights under an unchanged label.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
         return model, _facts(config, directory, model, device)
     except RollspanError:
         raise
