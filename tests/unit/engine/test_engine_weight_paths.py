@@ -70,7 +70,7 @@ def test_files_that_are_links_inside_the_root_are_read(engine: Engine, root: Pat
 )
 def test_a_directory_outside_the_root_is_refused(engine: Engine, root: Path, form: str) -> None:
     outside = root.parent / "outside"
-    (root / "l").symlink_to(outside, target_is_directory=True)
+    (root / "out").symlink_to(outside, target_is_directory=True)
     message = refusal(engine, {"path": form.format(root=root, outside=outside)})
     assert f"is outside --weights-root {root}" in message
 
