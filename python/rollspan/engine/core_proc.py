@@ -13,8 +13,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rollspan.config import EngineConfig
 from rollspan.engine.link import Link, Said
@@ -142,10 +141,6 @@ def _watch_stdin(path: Path) -> None:
     os._exit(0)
 
 
-def _raise_stopped(_: int, __: FrameType | None) -> NoReturn:
-    raise StopSignalError
-
-
 def _complain(text: str) -> None:
     sys.stderr.write(f"rollspan engine: {text}\n")
     sys.stderr.flush()
@@ -153,10 +148,16 @@ def _complain(text: str) -> None:
 
 def run(path: Path, config: EngineConfig) -> int:
     """Binds the socket, loads the model and serves it; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _raise_stopped)
     process = EngineProcess(path)
     code, notice = 0, m.DeadNotice("shutting_down", "the engine is shutting down")
+
+    def end_now(*_: object) -> None:
+        # An exception would be at the mercy of whatever is being imported or loaded: some of it catches everything.
+        process.close(notice)
+        os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_now)
     try:
         from rollspan.engine.core import EngineCore  # imports torch: the socket is bound by now
 
