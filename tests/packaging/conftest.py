@@ -30,7 +30,11 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place.mkdir(parents=True)
     run("tar", "-xzmf", sdist, "-C", place)
     (source,) = place.iterdir()
-    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+    built = build("wheel", source, tmp_path_factory.mktemp("wheel"))
+    # To cargo, the same workspace in two places is one: with these sources still here, it would compare them, not the
+    # checkout's, with what it has built, and never build the checkout again.
+    shutil.rmtree(place)
+    return built
 
 
 @pytest.fixture(scope="session")
