@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rollspan_engine_client::EngineClient;
 use rollspan_generate::{ApiError, Reason, Served};
+use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 use crate::options::Options;
@@ -21,6 +22,8 @@ pub(crate) struct App {
     pub started: u64,
     engine: OnceLock<Arc<Engine>>,
     closing: AtomicBool,
+    /// Whether what is still open must end now.
+    ended: watch::Sender<bool>,
     open_requests: AtomicUsize,
     logged_names: Mutex<HashSet<String>>,
 }
@@ -48,6 +51,7 @@ impl App {
             started: now().0,
             engine: OnceLock::new(),
             closing: AtomicBool::new(false),
+            ended: watch::Sender::new(false),
             open_requests: AtomicUsize::new(0),
             logged_names: Mutex::default(),
         }
@@ -61,6 +65,18 @@ impl App {
     /// From now on requests are refused.
     pub fn close(&self) {
         self.closing.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends calls that still wait for the engine.
+    pub fn end_calls(&self) {
+        self.ended.send_replace(true);
+    }
+
+    /// Waits for [`App::end_calls`].
+    pub async fn ended(&self) {
+        let mut ended = self.ended.subscribe();
+        // The sender lives in `self`, so waiting cannot fail.
+        drop(ended.wait_for(|ended| *ended).await);
     }
 
     /// The engine, dead or alive, once it has said hello.
@@ -77,7 +93,7 @@ impl App {
     /// [`Reason::ShuttingDown`], [`Reason::EngineStarting`] or [`Reason::EngineDead`].
     pub fn live_engine(&self) -> Result<&Arc<Engine>, ApiError> {
         if self.closing.load(Ordering::Relaxed) {
-            return Err(ApiError::new(Reason::ShuttingDown, "the server is shutting down"));
+            return Err(shutting_down());
         }
         let engine = self.engine()?;
         match engine.client.death() {
@@ -112,6 +128,11 @@ impl App {
             }
         }
     }
+}
+
+/// The answer of a server that is going away.
+pub(crate) fn shutting_down() -> ApiError {
+    ApiError::new(Reason::ShuttingDown, "the server is shutting down")
 }
 
 /// Seconds since 1970, whole and exact.

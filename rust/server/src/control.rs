@@ -8,7 +8,7 @@ use rollspan_generate::{ApiError, Reason};
 use serde_json::{Map, Value};
 
 use crate::answer;
-use crate::app::{App, Engine};
+use crate::app::{App, Engine, shutting_down};
 use crate::body;
 
 /// A control request on a live engine.
@@ -53,12 +53,15 @@ impl Control {
         self.field(name).ok_or_else(|| ApiError::missing(name))
     }
 
-    /// Calls the engine, and waits as long as it takes.
+    /// Calls the engine, and waits as long as it takes, or until the server ends.
     ///
     /// # Errors
-    /// What the engine says against it.
+    /// What the engine says against it, or [`rollspan_generate::Reason::ShuttingDown`].
     pub async fn call(&self, method: &str, arguments: Vec<Value>) -> Result<Value, ApiError> {
-        self.engine.client.call(method, arguments).await.map_err(|error| answer::of_call(&error))
+        tokio::select! {
+            answer = self.engine.client.call(method, arguments) => answer.map_err(|error| answer::of_call(&error)),
+            () = self.app.ended() => Err(shutting_down()),
+        }
     }
 
     /// Answers with `value`, and names the fields of the body that are not among `known`.

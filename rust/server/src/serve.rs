@@ -93,6 +93,7 @@ pub async fn serve(
     if let Ok(ended) = tokio::time::timeout(app.options.shutdown_timeout, &mut serving).await {
         return Ok(ended?);
     }
+    app.end_calls();
     if let Ok(engine) = app.engine() {
         let aborted = engine.client.abort_all();
         tracing::info!(aborted, "aborted the requests that are still open");
