@@ -378,3 +378,30 @@ def end_by_kill(frontends: list[FrontendProcess], engine: RealEngine, pool: Thre
     for frontend in frontends:
         error_of(frontend.get("/health"), 503, "engine_dead")
         assert frontend.terminate() == 0
+
+
+def test_shutdown_answers_a_call_that_waits_for_the_engine(mocks: MockFactory, pool: ThreadPoolExecutor) -> None:
+    mock = mocks.start("--shutdown-timeout", "0.2")
+    waiting = pool.submit(mock.frontend.post, "/pause?mode=wait")
+    mock.engine.next_call("pause_generation")
+    mock.frontend.process.send_signal(signal.SIGTERM)
+    error_of(waiting.result(), 503, "shutting_down")
+    assert mock.frontend.wait() == 0
+
+
+def test_shutdown_does_not_wait_for_a_reader_that_never_reads(mocks: MockFactory) -> None:
+    mock = mocks.start("--shutdown-timeout", "0.2")
+    body = json.dumps({"token_ids": [5], "sampling_params": {}, "stream": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = mock.frontend.address.rpartition(":")
+        connection.connect((host, int(port)))
+        connection.sendall(post_bytes(body))
+        request = mock.engine.next_request()
+        for _ in range(100):
+            mock.engine.tokens(request.request_id, [1] * 20_000)
+        assert mock.frontend.get("/health").status_code == 200
+        begin = time.monotonic()
+        assert mock.frontend.terminate() == 0
+        assert time.monotonic() - begin < 10
+    assert not any("Traceback" in line for line in mock.frontend.stderr_lines)

@@ -27,7 +27,7 @@ from rollspan.frontend.state import FrontendOptions, FrontendState
 
 logger = logging.getLogger("rollspan.frontend")
 
-#: Seconds that an answer may take after its request was aborted at shutdown.
+#: Seconds that answers may take to leave once their requests were ended at shutdown.
 FLUSH_SECONDS = 2
 #: Seconds that an idle connection stays open; long, so that clients' pools rarely meet a connection being closed.
 KEEP_ALIVE_SECONDS = 600
@@ -59,7 +59,7 @@ async def serve(options: FrontendOptions) -> int:
     if options.watch_stdin:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
     state = FrontendState(options)
-    server = _Server(_uvicorn_config(state, options))
+    server = _Server(_uvicorn_config(state))
     host, port = listener.getsockname()[:2]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -82,8 +82,6 @@ async def serve(options: FrontendOptions) -> int:
     await _shut_down(state, server, serving, options)
     for task in (connecting, stopping):
         task.cancel()
-    if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-        await connecting.result().shutdown()
     return code
 
 
@@ -113,7 +111,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _uvicorn_config(state: FrontendState, options: FrontendOptions) -> uvicorn.Config:
+def _uvicorn_config(state: FrontendState) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(state),
         http="h11",
@@ -124,7 +122,6 @@ def _uvicorn_config(state: FrontendState, options: FrontendOptions) -> uvicorn.C
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(options.shutdown_timeout) + 1 + FLUSH_SECONDS,
     )
 
 
@@ -152,17 +149,22 @@ def _became_ready(connecting: asyncio.Task[AsyncLLM]) -> bool:
 async def _shut_down(
     state: FrontendState, server: uvicorn.Server, serving: asyncio.Task[None], options: FrontendOptions
 ) -> None:
-    """Refuses new work, waits for open requests, aborts those that take too long, and lets their answers out."""
+    """Refuses new work, waits for open requests, ends those that take too long, and lets their answers out."""
     logger.info("shutting down")
     state.shut_down()
     server.should_exit = True
     await asyncio.wait((serving,), timeout=options.shutdown_timeout)
+    llm = state.llm
+    if llm is not None:
+        if not serving.done():
+            logger.info("ending %d requests that are still open", llm.open_requests)
+        # Readers of open requests get what there is, waiting calls an error.
+        await llm.shutdown()
+    await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
     if not serving.done():
-        try:
-            aborted = await state.engine().llm.abort()
-            logger.info("aborted %d open requests", aborted)
-        except RollspanError as error:
-            logger.info("no requests to abort: %s", error.message)
+        logger.warning("some connections did not take their answers in time")
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
     await serving
 
 

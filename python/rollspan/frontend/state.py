@@ -85,6 +85,11 @@ class FrontendState:
             raise RollspanError("the engine is still starting", reason="engine_starting")
         return self._engine
 
+    @property
+    def llm(self) -> AsyncLLM | None:
+        """The engine's API, None before it has said hello."""
+        return None if self._engine is None else self._engine.llm
+
     def live_engine(self) -> Engine:
         """The engine when it can take requests.
 
