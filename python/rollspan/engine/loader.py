@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from rollspan.config import EngineConfig
 from rollspan.engine import attention
 from rollspan.errors import RollspanError
 from rollspan.protocol.messages import ModelFacts
+
+logger = logging.getLogger("rollspan.engine")
 
 #: Kinds of layers that the paged attention computes; models with others are refused by name.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -47,6 +51,8 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
             kind of model that the engine cannot compute.
     """
     transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its reports are tables; ours are the refusals below
     directory = Path(config.model)
     if not (directory / "config.json").is_file():
         raise _refuse(f"model {config.model!r} is no directory with a config.json")
@@ -79,14 +85,21 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
         if isinstance(error, KeyError) and error.args == (attention.NAME,):
             raise _refuse(f"model {config.model!r} has an attention of its own kind, which is not supported") from error
         raise _refuse(f"model {config.model!r} cannot be loaded: {one_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _check_report(name: str, report: dict[str, Any]) -> None:
     wrong = [f"{key} {list(found)} instead of {list(needed)}" for key, found, needed in report["mismatched_keys"]]
     for kind, problems in (("missing tensors", report["missing_keys"]), ("tensors of a wrong shape", wrong)):
         if problems:
-            listed = ", ".join(sorted(problems)[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise _refuse(f"model {name!r} has {kind}: {listed}")
+            raise _refuse(f"model {name!r} has {kind}: {_listed(problems)}")
+    if report["unexpected_keys"]:
+        logger.warning("model %r has tensors that are not used: %s", name, _listed(report["unexpected_keys"]))
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_layers(config: PretrainedConfig) -> None:
