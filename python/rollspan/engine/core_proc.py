@@ -57,6 +57,7 @@ class EngineProcess:
         Raises:
             StopSignalError: SIGINT or SIGTERM.
         """
+        core.remove_client(0)  # the core's default for in-process use: here nobody is told anything before a hello
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
         while True:
             self._receive(core)
