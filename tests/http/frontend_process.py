@@ -22,6 +22,18 @@ import httpx
 WAIT_SECONDS = 20.0
 BINARY_NAME = "rollspan-http"
 GENERATE = "/inference/v1/generate"
+POST_ROUTES = [
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+    "/pause",
+    "/resume",
+    "/abort_requests",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+]
+GET_ROUTES = ["/health", "/version", "/v1/models", "/metrics", "/is_paused", "/weight_info"]
 
 
 def frontend_command(kind: str) -> list[str]:

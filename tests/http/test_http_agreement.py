@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from frontend_process import GENERATE
+from scripted_frontend import FRONTENDS, Mocked, MockFactory
 
-from conftest import FRONTENDS, Mocked, MockFactory
 from rollspan.protocol.messages import EngineCoreRequest
 from rollspan.sampling_params import NEUTRAL, RULES, TEXT_RULES, RequestOutputKind
 

@@ -15,11 +15,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from frontend_process import GENERATE, FrontendProcess, error_of, events, frontend_command, post_bytes, wait_until
+from frontend_process import (
+    GENERATE,
+    GET_ROUTES,
+    POST_ROUTES,
+    FrontendProcess,
+    error_of,
+    events,
+    frontend_command,
+    post_bytes,
+    wait_until,
+)
 from real_server import RealEngine, RealServer
-from test_http_scripted_control import GET_ROUTES, POST_ROUTES
+from scripted_frontend import ENGINE_START_SECONDS, FRONTENDS, Mocked, MockFactory
 
-from conftest import ENGINE_START_SECONDS, FRONTENDS, Mocked, MockFactory
 from rollspan.protocol.framing import FrameKind
 from rollspan.protocol.messages import FinishReason
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from frontend_process import wait_until
+from scripted_frontend import Mocked, MockFactory
 
-from conftest import Mocked, MockFactory
 from rollspan.protocol import codec
 from rollspan.protocol.framing import FrameKind
 from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason

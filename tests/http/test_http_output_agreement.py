@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_frontend import FRONTENDS, Mocked, MockFactory
 
-from conftest import FRONTENDS, Mocked, MockFactory
 from rollspan.protocol.messages import EngineCoreOutput, EngineError, FinishReason, LogprobsLists
 
 pytestmark = pytest.mark.skipif(len(FRONTENDS) < 2, reason="one frontend agrees with itself")

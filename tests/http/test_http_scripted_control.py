@@ -9,23 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from frontend_process import error_of, post_bytes
+from frontend_process import GET_ROUTES, POST_ROUTES, error_of, post_bytes
+from scripted_frontend import Mocked
 
-from conftest import Mocked
 from rollspan.protocol.messages import FinishReason
-
-POST_ROUTES = [
-    "/inference/v1/generate",
-    "/inference/v1/abort_requests",
-    "/pause",
-    "/resume",
-    "/abort_requests",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-]
-GET_ROUTES = ["/health", "/version", "/v1/models", "/metrics", "/is_paused", "/weight_info"]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from frontend_process import GENERATE, error_of, events, post_bytes
+from scripted_frontend import Mocked
 
-from conftest import Mocked
 from rollspan.protocol.messages import EngineCoreOutput, EngineError, FinishReason, LogprobsLists
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from frontend_process import GENERATE, error_of
+from scripted_frontend import Mocked, MockFactory
 
-from conftest import Mocked, MockFactory
 from rollspan.protocol.messages import FinishReason
 
 JSON = {"Content-Type": "application/json"}
