@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollspan.errors import RollspanError, check_label, shown
@@ -83,6 +84,22 @@ class EngineConfig:
         if not good:
             value = shown(getattr(self, name))
             raise RollspanError(f"{name} must be {allowed}, got {value}", reason="invalid_request", param=name)
+
+    def model_directory(self) -> Path:
+        """Where the model is, checked without loading anything.
+
+        Raises:
+            RollspanError: ``weights_invalid``: there is no directory with a config.json.
+        """
+        directory = Path(self.model)
+        try:
+            found = (directory / "config.json").is_file()
+        except (OSError, ValueError):  # no possible name of a file
+            found = False
+        if not found:
+            message = f"model {self.model!r} is no directory with a config.json"
+            raise RollspanError(message, reason="weights_invalid", param="model")
+        return directory
 
     def to_json(self) -> str:
         """This configuration as a JSON object."""

@@ -160,6 +160,7 @@ def run(path: Path, config: EngineConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_now)
     try:
+        config.model_directory()  # a mistyped path is told at once, not after the seconds that torch takes
         from rollspan.engine.core import EngineCore  # imports torch: the socket is bound by now
 
         core = EngineCore(config)

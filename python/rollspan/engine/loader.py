@@ -53,9 +53,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its reports are tables; ours are the refusals below
-    directory = Path(config.model)
-    if not (directory / "config.json").is_file():
-        raise _refuse(f"model {config.model!r} is no directory with a config.json")
+    directory = config.model_directory()
     try:
         model_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         _check_layers(model_config)

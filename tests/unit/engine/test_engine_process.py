@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -33,13 +34,16 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def doomed(tiny: Callable[[str], TinyModel]) -> Iterator[dict[str, Process]]:
+def doomed(tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Process]]:
     """Engines that a test each brings to an end; started together with the shared one, as loading takes seconds."""
     model = str(tiny("llama").path)
+    damaged = tmp_path_factory.mktemp("models") / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "model.safetensors").write_bytes(b"junk")
     processes = {
         "by signal": Process(model),
         "by its parent": Process(model, "--watch-stdin"),
-        "by its model": Process("/nonexistent/model"),
+        "by its model": Process(str(damaged)),
     }
     yield processes
     for process in processes.values():
@@ -286,12 +290,22 @@ def test_an_engine_that_cannot_load_says_why_to_stderr_and_to_who_waits(
     doomed: dict[str, Process], waiting: Frontend
 ) -> None:
     process = doomed["by its model"]
-    message = "model '/nonexistent/model' is no directory with a config.json"
-    assert process.ended() == (1, [f"rollspan engine: {message}"])
+    code, lines = process.ended()
+    assert (code, len(lines)) == (1, 1)
     assert not process.socket_path.exists()
+    message = lines[0].removeprefix("rollspan engine: ")
+    assert message.startswith("model '")
+    assert "damaged' cannot be loaded: SafetensorError: " in message
     notice = waiting.last_words()
     assert notice is not None
     assert (notice.reason, notice.message) == ("engine_dead", message)
+
+
+@pytest.mark.parametrize("model", ["/nonexistent/model", "", "x" * 5000], ids=["missing", "empty", "long"])
+def test_a_model_that_is_not_there_is_told_before_anything_is_imported(start: Start, model: str) -> None:
+    code, lines = start(model).ended()
+    assert code == 1
+    assert lines == [f"rollspan engine: model '{model}' is no directory with a config.json"]
 
 
 @pytest.mark.parametrize(
