@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,14 @@ class Pair:
             assert process is not None
             with pytest.raises(ProcessLookupError):
                 os.kill(process.pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Whoever runs the tests may have had them ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
@@ -201,11 +209,8 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored(pair: Pair) -> None:
         os.kill(pair.engine.pid, signal.SIGKILL)
 
     pair.on_ready = hang_up_and_then_fail
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert pair.run(SERVING_ENGINE, SERVING_FRONTEND) is not None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert pair.run(SERVING_ENGINE, SERVING_FRONTEND) is not None
 
 
 def test_the_previous_signal_handlers_are_put_back(pair: Pair) -> None:
