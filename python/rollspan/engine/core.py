@@ -22,7 +22,7 @@ from rollspan.engine.sampler import Sampler, Samples
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import scheduler_stats
 from rollspan.engine.weights import WeightManager
-from rollspan.errors import RollspanError, shown
+from rollspan.errors import RollspanError, shown, wrong_value
 from rollspan.protocol import messages as m
 
 logger = logging.getLogger("rollspan.engine")
@@ -147,6 +147,8 @@ class EngineCore:
                 param="token_ids",
             )
         params = message.sampling_params
+        if params.n != 1:
+            raise wrong_value("sampling_params.n", "1: n outputs are n requests to an engine", params.n)
         params.check_model(vocab_size=vocabulary, max_logprobs=self.config.max_logprobs)
         message.sampling_params = params.clamp(longest - len(ids))
 
