@@ -164,6 +164,7 @@ def test_a_prompt_that_cannot_be_run_ends_its_request_only(
 @pytest.mark.parametrize(
     ("params", "path"),
     [
+        ({"n": 2}, "n"),
         ({"stop_token_ids": (VOCABULARY,)}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
