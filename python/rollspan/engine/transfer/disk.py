@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from rollspan.engine.transfer.safetensors_file import SafetensorsError, read_safetensors
 from rollspan.errors import RollspanError, shown
 
 INDEX = "model.safetensors.index.json"
@@ -116,8 +116,6 @@ def read_tensors(info: Mapping[str, Any], root: Path | None) -> Iterator[tuple[s
 
 def _read_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (the handle is no mapping)
-                yield name, tensors.get_tensor(name).clone()
-    except (OSError, SafetensorError, ValueError) as error:
+        yield from read_safetensors(file)
+    except (OSError, SafetensorsError) as error:
         raise _invalid(f"{file.name} cannot be read as safetensors: {error}") from None
