@@ -154,6 +154,29 @@ fn ids_are_recovered_from_a_message_that_is_refused() {
 }
 
 #[test]
+fn what_is_passed_on_keeps_its_bytes_and_is_checked() {
+    // [0, [["r1", [42], nil, nil, {"k": value}]]], and once more behind the known elements of the output.
+    let within = |value: &[u8]| [b"\x92\x00\x91\x95\xa2r1\x91\x2a\xc0\xc0\x81\xa1k", value].concat();
+    let behind = |value: &[u8]| {
+        let nils = [0xc0; 11];
+        [b"\x92\x00\x91\xdc\x00\x15\xa2r1\x91\x2a", &nils[..], b"\x00", &[0xc0; 6], value].concat()
+    };
+    // Not the shortest form of 1, a 32-bit float, bytes that are not UTF-8, an array of numbers.
+    for value in [&b"\xcd\x00\x01"[..], b"\xca\x3f\x80\x00\x00", b"\xc4\x02\xff\xfe", b"\xd7\x0312345678"] {
+        let decoded = decode_outputs(&[&within(value)]).unwrap().value;
+        let Body::Batch(batch) = &decoded.body else { panic!("a batch") };
+        let (name, raw) = &batch.outputs[0].other[0];
+        assert_eq!((*name, raw.as_bytes()), ("pooling_output", &[b"\x81\xa1k", value].concat()[..]));
+        assert_eq!(decode_outputs(&[&decoded.encode()]).unwrap().value, decoded);
+        assert_eq!(decode_outputs(&[&behind(value)]).unwrap().skipped_fields, 1);
+    }
+    for (value, reason) in [(&b"\xa2\xff\xfe"[..], "malformed"), (b"\xd7\x0112345678", "bad_extension")] {
+        assert_eq!(decode_outputs(&[&within(value)]).unwrap_err().reason(), reason);
+        assert_eq!(decode_outputs(&[&behind(value)]).unwrap_err().reason(), reason);
+    }
+}
+
+#[test]
 fn a_message_without_frames_is_malformed() {
     assert_eq!(decode_outputs(&[]).unwrap_err().reason(), "malformed");
 }

@@ -106,12 +106,6 @@ impl DecodeError {
         self
     }
 
-    /// Puts the index of the enclosing element in front of the path.
-    #[must_use]
-    pub(crate) fn at_index(self, index: usize) -> Self {
-        self.at(&format!("[{index}]"))
-    }
-
     /// Dotted path of the value at fault, such as `EngineCoreOutputs.outputs[3].finish_reason`.
     pub fn path(&self) -> &str {
         &self.path

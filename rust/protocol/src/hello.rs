@@ -1,9 +1,14 @@
 //! The first frame of each side, and the last one of a failing engine.
 
-use crate::decoded::{Decoded, decode};
+use serde::Serialize;
+use serde::de::SeqAccess;
+
+use crate::decoded::{Decoded, Result as DecodeResult, decode};
 use crate::error::DecodeErrorKind as Kind;
-use crate::facts::{Limits, ModelFacts, required};
-use crate::reader::{Reader, Result};
+use crate::facts::{Limits, ModelFacts};
+use crate::fields::map_struct;
+use crate::source::Source;
+use crate::wire::{Scalar, Wire, scalars};
 use crate::writer::Writer;
 
 /// First entry of both hellos.
@@ -11,6 +16,9 @@ pub const MAGIC: &str = "rollspan";
 
 /// Version of the protocol that this crate speaks: major, minor.
 pub const VERSION: [u64; 2] = [1, 0];
+
+/// The role of a frontend.
+const ROLE: &str = "frontend";
 
 /// First frame of a frontend.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,7 +55,7 @@ pub struct EngineHello {
 }
 
 /// Why an engine ends, in its last frame.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Dead {
     /// Stable code.
     pub reason: String,
@@ -55,29 +63,61 @@ pub struct Dead {
     pub message: String,
 }
 
-fn check_magic(magic: Option<&str>) -> Result<()> {
-    match required(magic, "magic")? {
-        MAGIC => Ok(()),
-        other => Err(Kind::Incompatible(format!("magic must be {MAGIC:?}, got {other:?}")).into()),
+/// The first entry of a hello.
+struct Magic;
+
+/// The role of a frontend.
+struct Role;
+
+scalars! {
+    Magic, "a string": Scalar::Text(MAGIC) => Self, Scalar::Text(other) => Err(other_word(MAGIC, other))?;
+    Role, "a string": Scalar::Text(ROLE) => Self, Scalar::Text(other) => Err(other_word(ROLE, other))?;
+}
+
+fn other_word(expected: &str, found: &str) -> Kind {
+    Kind::Incompatible(format!("must be {expected:?}, got {found:?}"))
+}
+
+/// A version that this crate speaks: major, minor; what comes behind them is ignored.
+impl Wire for [u64; 2] {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let parts = Vec::array(access, source)?;
+        match parts[..] {
+            [major, minor, ..] if major == VERSION[0] => Ok([major, minor]),
+            [..] => Err(source.refuse(Kind::Incompatible(format!("must be {}.x, got {parts:?}", VERSION[0])))),
+        }
     }
 }
 
-fn read_version(reader: &mut Reader<'_>) -> Result<[u64; 2]> {
-    let parts = reader.list(Reader::u64)?;
-    match parts[..] {
-        [major, minor, ..] if major == VERSION[0] => Ok([major, minor]),
-        [..] => Err(Kind::Incompatible(format!("version must be {}.x, got {parts:?}", VERSION[0])).into()),
-    }
+map_struct! {
+    ClientHello:
+    check magic: Magic,
+    check role: Role,
+    required version,
+    required name,
+    required max_frame_bytes,
 }
 
-fn write_preamble(writer: &mut Writer, version: [u64; 2]) {
-    writer.text("magic");
-    writer.text(MAGIC);
-    writer.text("version");
-    writer.array(version.len());
-    for part in version {
-        writer.u64(part);
-    }
+map_struct! {
+    EngineHello:
+    check magic: Magic,
+    required version,
+    required rollspan_version,
+    required engine_index,
+    required pid,
+    required limits,
+    required model,
+    required weight_version,
+    required weight_commit,
+    required paused,
+}
+
+map_struct! {
+    Dead:
+    required reason,
+    required message,
 }
 
 impl ClientHello {
@@ -88,15 +128,13 @@ impl ClientHello {
 
     /// The payload of a `CLIENT_HELLO` frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
+        let mut writer = Writer::new();
         writer.map(5);
-        write_preamble(&mut writer, self.version);
-        writer.text("role");
-        writer.text("frontend");
-        writer.text("name");
-        writer.text(&self.name);
-        writer.text("max_frame_bytes");
-        writer.u64(self.max_frame_bytes);
+        writer.entry("magic", MAGIC);
+        writer.entry("version", self.version);
+        writer.entry("role", ROLE);
+        writer.entry("name", &self.name);
+        writer.entry("max_frame_bytes", self.max_frame_bytes);
         writer.into_bytes()
     }
 
@@ -104,56 +142,26 @@ impl ClientHello {
     ///
     /// # Errors
     /// The payload is not one well-formed hello of a frontend of this major version.
-    pub fn decode(payload: &[u8]) -> Result<Decoded<Self>> {
-        decode("ClientHello", payload, &[], |reader| {
-            let (mut magic, mut version, mut role, mut name, mut max_frame_bytes) = (None, None, None, None, None);
-            reader.entries(|reader, key| {
-                match key {
-                    "magic" => magic = Some(reader.text()?),
-                    "version" => version = Some(read_version(reader)?),
-                    "role" => role = Some(reader.text()?),
-                    "name" => name = Some(reader.string()?),
-                    "max_frame_bytes" => max_frame_bytes = Some(reader.u64()?),
-                    _ => reader.skip()?,
-                }
-                Ok(())
-            })?;
-            check_magic(magic)?;
-            match required(role, "role")? {
-                "frontend" => {}
-                other => return Err(Kind::Incompatible(format!("role must be \"frontend\", got {other:?}")).into()),
-            }
-            Ok(Self {
-                version: required(version, "version")?,
-                name: required(name, "name")?,
-                max_frame_bytes: required(max_frame_bytes, "max_frame_bytes")?,
-            })
-        })
+    pub fn decode(payload: &[u8]) -> DecodeResult<Decoded<Self>> {
+        decode("ClientHello", payload, &[])
     }
 }
 
 impl EngineHello {
     /// The payload of an `ENGINE_HELLO` frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
+        let mut writer = Writer::new();
         writer.map(10);
-        write_preamble(&mut writer, self.version);
-        writer.text("rollspan_version");
-        writer.text(&self.rollspan_version);
-        writer.text("engine_index");
-        writer.u64(self.engine_index);
-        writer.text("pid");
-        writer.u64(self.pid);
-        writer.text("limits");
-        self.limits.write(&mut writer);
-        writer.text("model");
-        self.model.write(&mut writer);
-        writer.text("weight_version");
-        writer.text(&self.weight_version);
-        writer.text("weight_commit");
-        writer.u64(self.weight_commit);
-        writer.text("paused");
-        writer.boolean(self.paused);
+        writer.entry("magic", MAGIC);
+        writer.entry("version", self.version);
+        writer.entry("rollspan_version", &self.rollspan_version);
+        writer.entry("engine_index", self.engine_index);
+        writer.entry("pid", self.pid);
+        writer.entry("limits", self.limits);
+        writer.entry("model", &self.model);
+        writer.entry("weight_version", &self.weight_version);
+        writer.entry("weight_commit", self.weight_commit);
+        writer.entry("paused", self.paused);
         writer.into_bytes()
     }
 
@@ -161,51 +169,16 @@ impl EngineHello {
     ///
     /// # Errors
     /// The payload is not one well-formed hello of an engine of this major version.
-    pub fn decode(payload: &[u8]) -> Result<Decoded<Self>> {
-        decode("EngineHello", payload, &[], |reader| {
-            let (mut magic, mut version, mut release, mut index, mut pid) = (None, None, None, None, None);
-            let (mut limits, mut model, mut label, mut commit, mut paused) = (None, None, None, None, None);
-            reader.entries(|reader, key| {
-                match key {
-                    "magic" => magic = Some(reader.text()?),
-                    "version" => version = Some(read_version(reader)?),
-                    "rollspan_version" => release = Some(reader.string()?),
-                    "engine_index" => index = Some(reader.u64()?),
-                    "pid" => pid = Some(reader.u64()?),
-                    "limits" => limits = Some(Limits::read(reader)?),
-                    "model" => model = Some(ModelFacts::read(reader)?),
-                    "weight_version" => label = Some(reader.string()?),
-                    "weight_commit" => commit = Some(reader.u64()?),
-                    "paused" => paused = Some(reader.boolean()?),
-                    _ => reader.skip()?,
-                }
-                Ok(())
-            })?;
-            check_magic(magic)?;
-            Ok(Self {
-                version: required(version, "version")?,
-                rollspan_version: required(release, "rollspan_version")?,
-                engine_index: required(index, "engine_index")?,
-                pid: required(pid, "pid")?,
-                limits: required(limits, "limits")?,
-                model: required(model, "model")?,
-                weight_version: required(label, "weight_version")?,
-                weight_commit: required(commit, "weight_commit")?,
-                paused: required(paused, "paused")?,
-            })
-        })
+    pub fn decode(payload: &[u8]) -> DecodeResult<Decoded<Self>> {
+        decode("EngineHello", payload, &[])
     }
 }
 
 impl Dead {
     /// The payload of a DEAD frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
-        writer.map(2);
-        writer.text("reason");
-        writer.text(&self.reason);
-        writer.text("message");
-        writer.text(&self.message);
+        let mut writer = Writer::new();
+        writer.value(self);
         writer.into_bytes()
     }
 
@@ -213,18 +186,7 @@ impl Dead {
     ///
     /// # Errors
     /// The payload is not one well-formed map of these strings.
-    pub fn decode(payload: &[u8]) -> Result<Decoded<Self>> {
-        decode("Dead", payload, &[], |reader| {
-            let (mut reason, mut message) = (None, None);
-            reader.entries(|reader, key| {
-                match key {
-                    "reason" => reason = Some(reader.string()?),
-                    "message" => message = Some(reader.string()?),
-                    _ => reader.skip()?,
-                }
-                Ok(())
-            })?;
-            Ok(Self { reason: required(reason, "reason")?, message: required(message, "message")? })
-        })
+    pub fn decode(payload: &[u8]) -> DecodeResult<Decoded<Self>> {
+        decode("Dead", payload, &[])
     }
 }

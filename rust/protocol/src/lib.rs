@@ -14,14 +14,15 @@ mod logprobs;
 mod output;
 mod outputs;
 mod raw;
-mod reader;
 mod request;
 mod sampling_params;
+mod source;
 mod stats;
 mod untyped;
+mod wire;
 mod writer;
 
-pub use decoded::Decoded;
+pub use decoded::{Decoded, MAX_DEPTH};
 pub use error::{DecodeError, DecodeErrorKind, FrameError};
 pub use facts::{Limits, ModelFacts};
 pub use framing::{FrameHeader, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES, encode_frame, split_frame};
@@ -33,7 +34,6 @@ pub use outputs::{
     recover_request_ids,
 };
 pub use raw::RawValue;
-pub use reader::MAX_DEPTH;
 pub use request::{EngineCoreRequest, REQUEST_ELEMENTS, UtilityRequest, decode_abort, encode_abort};
 pub use sampling_params::SamplingParams;
 pub use stats::{PrefillStats, SchedulerStats};

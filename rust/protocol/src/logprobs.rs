@@ -1,8 +1,13 @@
 //! Log-probs of the tokens of one output, as n-dimensional arrays on the wire and as flat rows here.
 
-use crate::error::{DecodeError, DecodeErrorKind as Kind};
+use std::ops::Range;
+
+use serde::de::SeqAccess;
+
+use crate::error::DecodeErrorKind as Kind;
 use crate::fields::Fields;
-use crate::reader::{Reader, Result};
+use crate::source::Source;
+use crate::wire::{Scalar, Wire, in_range, scalars, seed};
 use crate::writer::Writer;
 
 /// Log-probs of consecutive positions, row-major. Column 0 of a row is the sampled token, columns 1 to k are the top k
@@ -56,29 +61,6 @@ impl LogprobsLists {
         }
     }
 
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let token_ids = fields.required(reader, "token_ids", Array::read)?;
-        let logprobs = fields.required(reader, "logprobs", Array::read)?;
-        let ranks = fields.required(reader, "sampled_ranks", Array::read)?;
-        let cumulative = fields.optional(reader, "cu_num_generated_tokens", |reader| reader.list(Reader::u64))?;
-        fields.close(reader)?;
-        let Shape { dimensions, sizes: [positions, width] } = token_ids.shape;
-        if dimensions != 2 || width == 0 {
-            return Err(invalid("token_ids must have the shape [positions, k + 1]"));
-        }
-        if logprobs.shape != token_ids.shape || ranks.shape != (Shape { dimensions: 1, sizes: [positions, 0] }) {
-            return Err(invalid("log-probs must have the shape of token_ids, ranks one entry for each position"));
-        }
-        Ok(Self {
-            width,
-            token_ids: token_ids.integers().map_err(|error| error.at("token_ids"))?,
-            logprobs: logprobs.floats().map_err(|error| error.at("logprobs"))?,
-            sampled_ranks: ranks.integers().map_err(|error| error.at("sampled_ranks"))?,
-            cumulative,
-        })
-    }
-
     pub(crate) fn write(&self, writer: &mut Writer) {
         let positions = self.positions();
         let integers = |values: &[u32]| values.iter().flat_map(|value| i64::from(*value).to_le_bytes()).collect();
@@ -92,22 +74,43 @@ impl LogprobsLists {
         write_array(writer, dtype, &[positions, self.width], &integers(&self.token_ids));
         write_array(writer, "<f4", &[positions, self.width], &floats);
         write_array(writer, dtype, &[positions], &integers(&self.sampled_ranks));
-        writer.optional(self.cumulative.as_deref(), |writer, values| {
-            writer.array(values.len());
-            for value in values {
-                writer.u64(*value);
-            }
-        });
+        writer.value(&self.cumulative);
+    }
+}
+
+impl Wire for LogprobsLists {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let token_ids: Array = fields.required("token_ids")?;
+        let logprobs: Array = fields.required("logprobs")?;
+        let ranks: Array = fields.required("sampled_ranks")?;
+        let mut cumulative = None;
+        fields.defaulted("cu_num_generated_tokens", &mut cumulative)?;
+        fields.close()?;
+        let Shape { dimensions, sizes: [positions, width] } = token_ids.shape;
+        if dimensions != 2 || width == 0 {
+            return Err(source.refuse(invalid("token_ids must have the shape [positions, k + 1]")));
+        }
+        if logprobs.shape != token_ids.shape || ranks.shape != (Shape { dimensions: 1, sizes: [positions, 0] }) {
+            let words = "log-probs must have the shape of token_ids, ranks one entry for each position";
+            return Err(source.refuse(invalid(words)));
+        }
+        Ok(Self {
+            width,
+            token_ids: token_ids.integers(source).map_err(|kind| source.refuse_at("token_ids", kind))?,
+            logprobs: logprobs.floats(source).map_err(|kind| source.refuse_at("logprobs", kind))?,
+            sampled_ranks: ranks.integers(source).map_err(|kind| source.refuse_at("sampled_ranks", kind))?,
+            cumulative,
+        })
     }
 }
 
 fn write_array(writer: &mut Writer, dtype: &str, shape: &[usize], data: &[u8]) {
     writer.array(3);
-    writer.text(dtype);
-    writer.array(shape.len());
-    for size in shape {
-        writer.u64(*size as u64);
-    }
+    writer.value(dtype);
+    writer.value(shape);
     writer.array_data(data);
 }
 
@@ -118,11 +121,15 @@ enum Dtype {
     Float32,
 }
 
-/// An n-dimensional array whose data has the size that dtype and shape promise.
-struct Array<'a> {
-    dtype: Dtype,
-    shape: Shape,
-    data: &'a [u8],
+scalars! {
+    Dtype, "a string":
+        Scalar::Text("<i4") => Self::Int32,
+        Scalar::Text("<i8") => Self::Int64,
+        Scalar::Text("<f4") => Self::Float32,
+        Scalar::Text(other) => Err(invalid(&format!("dtype must be <i4, <i8 or <f4, got {other:?}")))?;
+    Data, "raw array bytes or the index of a buffer":
+        Scalar::ArrayData(range) => Self::Inline(range),
+        Scalar::Integer(index) => Self::Buffer(in_range(index, "a buffer index")?);
 }
 
 /// Sizes of the dimensions: one or two, the second 0 where there is none.
@@ -132,74 +139,97 @@ struct Shape {
     sizes: [usize; 2],
 }
 
-impl Shape {
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut shape = Self { dimensions: reader.array()?, sizes: [0; 2] };
-        if !(1..=2).contains(&shape.dimensions) {
-            return Err(invalid("must have one or two dimensions"));
-        }
-        for size in shape.sizes.iter_mut().take(shape.dimensions) {
-            *size = usize::try_from(reader.u64()?).map_err(|_| Kind::OutOfRange("an array dimension"))?;
-        }
-        reader.leave();
-        Ok(shape)
-    }
+impl Wire for Shape {
+    const EXPECTED: &'static str = "an array";
 
+    fn array<'de, A: SeqAccess<'de>>(mut access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut shape = Self { dimensions: 0, sizes: [0; 2] };
+        while let Some(size) = access.next_element_seed(seed::<u64>(source))? {
+            let size = usize::try_from(size).map_err(|_| source.refuse(Kind::OutOfRange("an array dimension")))?;
+            if let Some(slot) = shape.sizes.get_mut(shape.dimensions) {
+                *slot = size;
+            }
+            shape.dimensions += 1;
+        }
+        if (1..=2).contains(&shape.dimensions) {
+            Ok(shape)
+        } else {
+            Err(source.refuse(invalid("must have one or two dimensions")))
+        }
+    }
+}
+
+impl Shape {
     /// Bytes of an array of this shape; `None` where they cannot be counted.
     fn bytes(self, item: usize) -> Option<usize> {
         self.sizes.iter().take(self.dimensions).try_fold(item, |bytes, size| bytes.checked_mul(*size))
     }
 }
 
-fn invalid(words: &str) -> DecodeError {
-    Kind::InvalidArray(words.to_owned()).into()
+/// Where the data of an array is.
+enum Data {
+    Inline(Range<usize>),
+    /// 1-based index of an auxiliary buffer.
+    Buffer(u64),
 }
 
-impl<'a> Array<'a> {
-    fn read(reader: &mut Reader<'a>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let dtype = fields.required(reader, "dtype", |reader| match reader.text()? {
-            "<i4" => Ok(Dtype::Int32),
-            "<i8" => Ok(Dtype::Int64),
-            "<f4" => Ok(Dtype::Float32),
-            other => Err(invalid(&format!("dtype must be <i4, <i8 or <f4, got {other:?}"))),
-        })?;
-        let shape = fields.required(reader, "shape", Shape::read)?;
-        let data = fields.required(reader, "data", Reader::array_data)?;
-        fields.close(reader)?;
-        let item = if dtype == Dtype::Int64 { 8 } else { 4 };
-        if shape.bytes(item) != Some(data.len()) {
-            return Err(invalid(&format!("{} bytes of data do not fill {shape:?}", data.len())));
+fn invalid(words: &str) -> Kind {
+    Kind::InvalidArray(words.to_owned())
+}
+
+/// An n-dimensional array whose data has the size that dtype and shape promise.
+struct Array {
+    dtype: Dtype,
+    shape: Shape,
+    data: Data,
+}
+
+impl Wire for Array {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let array =
+            Self { dtype: fields.required("dtype")?, shape: fields.required("shape")?, data: fields.required("data")? };
+        fields.close()?;
+        let found = array.bytes(source).map_err(|kind| source.refuse_at("data", kind))?.len();
+        let item = if array.dtype == Dtype::Int64 { 8 } else { 4 };
+        if array.shape.bytes(item) == Some(found) {
+            return Ok(array);
         }
-        Ok(Self { dtype, shape, data })
+        Err(source.refuse(invalid(&format!("{found} bytes of data do not fill {:?}", array.shape))))
+    }
+}
+
+impl Array {
+    fn bytes<'a>(&self, source: &Source<'a>) -> Result<&'a [u8], Kind> {
+        match &self.data {
+            Data::Inline(range) => Ok(source.slice(range.clone())),
+            Data::Buffer(index) => source.buffer(*index),
+        }
     }
 
-    fn integers(&self) -> Result<Vec<u32>> {
-        let out_of_range = || Kind::OutOfRange("an unsigned 32-bit integer").into();
-        match self.dtype {
+    fn integers(&self, source: &Source<'_>) -> Result<Vec<u32>, Kind> {
+        let out_of_range = Kind::OutOfRange("an unsigned 32-bit integer");
+        let data = self.bytes(source)?;
+        let integers: Option<Vec<u32>> = match self.dtype {
             Dtype::Int32 => {
-                let (values, _) = self.data.as_chunks::<4>();
-                values
-                    .iter()
-                    .map(|value| u32::try_from(i32::from_le_bytes(*value)).map_err(|_| out_of_range()))
-                    .collect()
+                let values = data.as_chunks().0.iter().map(|value| i32::from_le_bytes(*value));
+                values.map(|value| u32::try_from(value).ok()).collect()
             }
             Dtype::Int64 => {
-                let (values, _) = self.data.as_chunks::<8>();
-                values
-                    .iter()
-                    .map(|value| u32::try_from(i64::from_le_bytes(*value)).map_err(|_| out_of_range()))
-                    .collect()
+                let values = data.as_chunks().0.iter().map(|value| i64::from_le_bytes(*value));
+                values.map(|value| u32::try_from(value).ok()).collect()
             }
-            Dtype::Float32 => Err(invalid("dtype must be <i4 or <i8, got <f4")),
-        }
+            Dtype::Float32 => return Err(invalid("dtype must be <i4 or <i8, got <f4")),
+        };
+        integers.ok_or(out_of_range)
     }
 
-    fn floats(&self) -> Result<Vec<f32>> {
+    fn floats(&self, source: &Source<'_>) -> Result<Vec<f32>, Kind> {
         if self.dtype != Dtype::Float32 {
             return Err(invalid("dtype must be <f4"));
         }
-        let (values, _) = self.data.as_chunks::<4>();
-        Ok(values.iter().map(|value| f32::from_le_bytes(*value)).collect())
+        Ok(self.bytes(source)?.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect())
     }
 }

@@ -2,12 +2,17 @@
 
 use std::sync::Arc;
 
+use serde::Serialize;
+use serde::de::SeqAccess;
+
 use crate::error::DecodeErrorKind as Kind;
-use crate::fields::Fields;
+use crate::fields::{Fields, map_struct};
 use crate::logprobs::LogprobsLists;
 use crate::raw::RawValue;
-use crate::reader::{Reader, Result};
+use crate::source::Source;
 use crate::stats::PrefillStats;
+use crate::untyped::{AnyMap, Skipped};
+use crate::wire::{Scalar, Wire, in_range, scalars};
 use crate::writer::Writer;
 
 /// Elements of an `EngineCoreOutput` array: vLLM's 19, then ours.
@@ -40,21 +45,25 @@ impl FinishReason {
             Self::Repetition => "repetition",
         }
     }
+}
 
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        Ok(match reader.i64()? {
-            0 => Self::Stop,
-            1 => Self::Length,
-            2 => Self::Abort,
-            3 => Self::Error,
-            4 => Self::Repetition,
-            value => return Err(Kind::UnknownValue { value, allowed: "a finish reason (0 to 4)" }.into()),
-        })
-    }
+scalars! {
+    FinishReason, "an integer": Scalar::Integer(value) => match in_range(value, "a signed 64-bit integer")? {
+        0 => Self::Stop,
+        1 => Self::Length,
+        2 => Self::Abort,
+        3 => Self::Error,
+        4 => Self::Repetition,
+        value => return Err(Kind::UnknownValue { value, allowed: "a finish reason (0 to 4)" }),
+    };
+    StopReason, "an integer":
+        Scalar::Integer(value) => Self::Token(in_range(value, "a signed 64-bit integer")?),
+        Scalar::Text(text) => Self::Text(text.to_owned());
 }
 
 /// What ended a request that stopped.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
 pub enum StopReason {
     /// A stop token.
     Token(i64),
@@ -63,7 +72,7 @@ pub enum StopReason {
 }
 
 /// Failure of one request.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineError {
     /// Stable code, such as `engine_paused`.
     pub code: String,
@@ -107,135 +116,83 @@ pub struct EngineCoreOutput {
     pub other: Vec<(&'static str, RawValue)>,
 }
 
-impl EngineCoreOutput {
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let mut output = Self {
-            request_id: fields.required(reader, "request_id", Reader::string)?,
-            new_token_ids: fields.required(reader, "new_token_ids", |reader| reader.list(Reader::u32))?,
-            new_logprobs: fields.optional(reader, "new_logprobs", LogprobsLists::read)?,
-            ..Self::default()
-        };
-        output.keep(&mut fields, reader, "new_prompt_logprobs_tensors", Reader::raw)?;
-        output.keep(&mut fields, reader, "pooling_output", Reader::raw)?;
-        output.finish_reason = fields.optional(reader, "finish_reason", FinishReason::read)?;
-        output.stop_reason = fields.optional(reader, "stop_reason", StopReason::read)?;
-        output.keep(&mut fields, reader, "events", Reader::raw_array)?;
-        output.keep(&mut fields, reader, "kv_transfer_params", Reader::raw_map)?;
-        output.keep(&mut fields, reader, "ec_transfer_params", Reader::raw_map)?;
-        output.keep(&mut fields, reader, "trace_headers", Reader::raw_map)?;
-        output.prefill_stats = fields.optional(reader, "prefill_stats", PrefillStats::read)?;
-        output.keep(&mut fields, reader, "routed_experts", Reader::raw)?;
-        output.num_nans_in_logits = fields.defaulted(reader, "num_nans_in_logits", Reader::u64)?;
-        output.keep(&mut fields, reader, "mm_cache_miss_hashes", Reader::raw)?;
-        output.keep(&mut fields, reader, "new_sampling_mask", Reader::raw)?;
-        output.keep(&mut fields, reader, "spec_decode_metrics", Reader::raw)?;
-        output.keep(&mut fields, reader, "prompt_token_id_logprobs", Reader::raw)?;
-        output.error = fields.optional(reader, "error", EngineError::read)?;
-        output.admission = fields.optional(reader, "admission", Admission::read)?;
-        fields.close(reader)?;
-        output.check()
-    }
+impl Wire for EngineCoreOutput {
+    const EXPECTED: &'static str = "an array";
 
-    fn check(self) -> Result<Self> {
-        let rows = self.new_logprobs.as_ref().map_or(self.new_token_ids.len(), LogprobsLists::positions);
-        if rows != self.new_token_ids.len() {
-            let found = format!("{rows} rows for {} new tokens", self.new_token_ids.len());
-            return Err(crate::error::DecodeError::from(Kind::InvalidArray(found)).at("new_logprobs"));
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let mut output = Self { request_id: fields.required("request_id")?, ..Self::default() };
+        output.new_token_ids = fields.required("new_token_ids")?;
+        fields.defaulted("new_logprobs", &mut output.new_logprobs)?;
+        fields.kept::<Skipped>("new_prompt_logprobs_tensors", &mut output.other)?;
+        fields.kept::<Skipped>("pooling_output", &mut output.other)?;
+        fields.defaulted("finish_reason", &mut output.finish_reason)?;
+        fields.defaulted("stop_reason", &mut output.stop_reason)?;
+        fields.kept::<Vec<Skipped>>("events", &mut output.other)?;
+        fields.kept::<AnyMap>("kv_transfer_params", &mut output.other)?;
+        fields.kept::<AnyMap>("ec_transfer_params", &mut output.other)?;
+        fields.kept::<AnyMap>("trace_headers", &mut output.other)?;
+        fields.defaulted("prefill_stats", &mut output.prefill_stats)?;
+        fields.kept::<Skipped>("routed_experts", &mut output.other)?;
+        fields.defaulted("num_nans_in_logits", &mut output.num_nans_in_logits)?;
+        fields.kept::<Skipped>("mm_cache_miss_hashes", &mut output.other)?;
+        fields.kept::<Skipped>("new_sampling_mask", &mut output.other)?;
+        fields.kept::<Skipped>("spec_decode_metrics", &mut output.other)?;
+        fields.kept::<Skipped>("prompt_token_id_logprobs", &mut output.other)?;
+        fields.defaulted("error", &mut output.error)?;
+        fields.defaulted("admission", &mut output.admission)?;
+        fields.close()?;
+        let tokens = output.new_token_ids.len();
+        let rows = output.new_logprobs.as_ref().map_or(tokens, LogprobsLists::positions);
+        if rows != tokens {
+            let found = format!("{rows} rows for {tokens} new tokens");
+            return Err(source.refuse_at("new_logprobs", Kind::InvalidArray(found)));
         }
-        Ok(self)
+        Ok(output)
     }
+}
 
-    /// Keeps an element that is only passed on, unless it is nil.
-    fn keep<'a>(
-        &mut self,
-        fields: &mut Fields,
-        reader: &mut Reader<'a>,
-        name: &'static str,
-        read: impl FnOnce(&mut Reader<'a>) -> Result<RawValue>,
-    ) -> Result<()> {
-        let value = fields.optional(reader, name, read)?;
-        self.other.extend(value.map(|value| (name, value)));
-        Ok(())
-    }
-
+impl EngineCoreOutput {
     pub(crate) fn write(&self, writer: &mut Writer) {
-        let other = |writer: &mut Writer, name: &str| {
-            let found = self.other.iter().find(|(other, _)| *other == name);
-            writer.optional(found, |writer, (_, value)| writer.raw(value));
-        };
         writer.array(OUTPUT_ELEMENTS);
-        writer.text(&self.request_id);
-        writer.token_ids(&self.new_token_ids);
+        writer.value(&self.request_id);
+        writer.value(&self.new_token_ids);
         writer.optional(self.new_logprobs.as_ref(), |writer, logprobs| logprobs.write(writer));
-        other(writer, "new_prompt_logprobs_tensors");
-        other(writer, "pooling_output");
-        writer.optional(self.finish_reason, |writer, reason| writer.u64(reason as u64));
-        writer.optional(self.stop_reason.as_ref(), |writer, reason| match reason {
-            StopReason::Token(token) => writer.i64(*token),
-            StopReason::Text(text) => writer.text(text),
-        });
-        other(writer, "events");
-        other(writer, "kv_transfer_params");
-        other(writer, "ec_transfer_params");
-        other(writer, "trace_headers");
-        writer.optional(self.prefill_stats, |writer, stats| stats.write(writer));
-        other(writer, "routed_experts");
-        writer.u64(self.num_nans_in_logits);
-        other(writer, "mm_cache_miss_hashes");
-        other(writer, "new_sampling_mask");
-        other(writer, "spec_decode_metrics");
-        other(writer, "prompt_token_id_logprobs");
-        writer.optional(self.error.as_ref(), |writer, error| {
-            writer.map(3);
-            writer.text("code");
-            writer.text(&error.code);
-            writer.text("message");
-            writer.text(&error.message);
-            writer.text("retryable");
-            writer.boolean(error.retryable);
-        });
-        writer.optional(self.admission.as_ref(), |writer, admission| {
-            writer.array(2);
-            writer.text(&admission.weight_version);
-            writer.u64(admission.weight_commit);
-        });
+        writer.kept(&self.other, "new_prompt_logprobs_tensors");
+        writer.kept(&self.other, "pooling_output");
+        writer.value(self.finish_reason.map(|reason| reason as u8));
+        writer.value(&self.stop_reason);
+        writer.kept(&self.other, "events");
+        writer.kept(&self.other, "kv_transfer_params");
+        writer.kept(&self.other, "ec_transfer_params");
+        writer.kept(&self.other, "trace_headers");
+        writer.value(self.prefill_stats);
+        writer.kept(&self.other, "routed_experts");
+        writer.value(self.num_nans_in_logits);
+        writer.kept(&self.other, "mm_cache_miss_hashes");
+        writer.kept(&self.other, "new_sampling_mask");
+        writer.kept(&self.other, "spec_decode_metrics");
+        writer.kept(&self.other, "prompt_token_id_logprobs");
+        writer.value(&self.error);
+        writer.value(self.admission.as_ref().map(|admission| (&*admission.weight_version, admission.weight_commit)));
     }
 }
 
-impl StopReason {
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        if reader.at_text()? { reader.string().map(Self::Text) } else { reader.i64().map(Self::Token) }
-    }
+map_struct! {
+    EngineError:
+    required code,
+    required message,
+    defaulted retryable,
 }
 
-impl EngineError {
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let (mut code, mut message, mut retryable) = (None, None, None);
-        reader.entries(|reader, key| {
-            match key {
-                "code" => code = Some(reader.string()?),
-                "message" => message = Some(reader.string()?),
-                "retryable" => retryable = Some(reader.boolean()?),
-                _ => reader.skip()?,
-            }
-            Ok(())
-        })?;
-        let missing = |name: &str| crate::error::DecodeError::from(Kind::Missing).at(name);
-        Ok(Self {
-            code: code.ok_or_else(|| missing("code"))?,
-            message: message.ok_or_else(|| missing("message"))?,
-            retryable: retryable.unwrap_or(false),
-        })
-    }
-}
+impl Wire for Admission {
+    const EXPECTED: &'static str = "an array";
 
-impl Admission {
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let weight_version = fields.required(reader, "weight_version", |reader| reader.text().map(Arc::from))?;
-        let weight_commit = fields.required(reader, "weight_commit", Reader::u64)?;
-        fields.close(reader)?;
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let weight_version = fields.required("weight_version")?;
+        let weight_commit = fields.required("weight_commit")?;
+        fields.close()?;
         Ok(Self { weight_version, weight_commit })
     }
 }

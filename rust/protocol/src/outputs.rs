@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
+use serde::de::SeqAccess;
 use serde_json::Value;
 
-use crate::decoded::{Decoded, decode};
-use crate::error::DecodeErrorKind as Kind;
+use crate::decoded::{Decoded, Result as DecodeResult, decode, read};
+use crate::error::{DecodeError, DecodeErrorKind as Kind};
 use crate::fields::Fields;
 use crate::output::EngineCoreOutput;
-use crate::reader::{Reader, Result};
+use crate::source::Source;
 use crate::stats::SchedulerStats;
+use crate::untyped::Skipped;
+use crate::wire::Wire;
 use crate::writer::Writer;
 
 /// Elements of an `EngineCoreOutputs` array: vLLM's 9, then ours.
@@ -63,7 +66,7 @@ pub struct UtilityOutput {
     /// Of the call.
     pub call_id: u64,
     /// What the method returned, or how it failed.
-    pub outcome: std::result::Result<Value, UtilityFailure>,
+    pub outcome: Result<Value, UtilityFailure>,
 }
 
 /// How a utility call failed.
@@ -78,28 +81,29 @@ pub struct UtilityFailure {
 impl EngineCoreOutputs {
     /// The payload of an OUTPUTS frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
+        let (nothing, mut utility, mut wave_complete, mut start_wave) = (Batch::default(), None, None, None);
+        let mut batch = &nothing;
+        match &self.body {
+            Body::Batch(body) => batch = body,
+            Body::Utility(body) => utility = Some(body),
+            Body::WaveComplete(wave) => wave_complete = Some(wave),
+            Body::StartWave(wave) => start_wave = Some(wave),
+        }
+        let mut writer = Writer::new();
         writer.array(ENVELOPE_ELEMENTS);
-        writer.u64(self.engine_index);
-        let batch = if let Body::Batch(batch) = &self.body { Some(batch) } else { None };
-        let outputs = batch.map_or(&[][..], |batch| &batch.outputs);
-        writer.array(outputs.len());
-        for output in outputs {
+        writer.value(self.engine_index);
+        writer.array(batch.outputs.len());
+        for output in &batch.outputs {
             output.write(&mut writer);
         }
-        let stats = batch.and_then(|batch| batch.scheduler_stats.as_ref());
-        writer.optional(stats, |writer, stats| stats.write(writer));
-        writer.f64(self.timestamp);
-        let utility = if let Body::Utility(utility) = &self.body { Some(utility) } else { None };
+        writer.value(&batch.scheduler_stats);
+        writer.value(self.timestamp);
         writer.optional(utility, |writer, utility| utility.write(writer));
-        let finished = batch.and_then(|batch| batch.finished_requests.as_deref());
-        writer.optional(finished, Writer::texts);
-        let wave = |wave: &Body| if let Body::WaveComplete(wave) = wave { Some(*wave) } else { None };
-        writer.optional(wave(&self.body), Writer::u64);
-        let wave = |wave: &Body| if let Body::StartWave(wave) = wave { Some(*wave) } else { None };
-        writer.optional(wave(&self.body), Writer::u64);
-        writer.optional(self.weight_version.as_deref(), Writer::text);
-        writer.optional(self.weight_commit, Writer::u64);
+        writer.value(&batch.finished_requests);
+        writer.value(wave_complete);
+        writer.value(start_wave);
+        writer.value(self.weight_version.as_deref());
+        writer.value(self.weight_commit);
         writer.into_bytes()
     }
 }
@@ -108,14 +112,15 @@ impl EngineCoreOutputs {
 ///
 /// # Errors
 /// The envelope is not exactly one well-formed message of one family.
-pub fn decode_outputs(frames: &[&[u8]]) -> Result<Decoded<EngineCoreOutputs>> {
+pub fn decode_outputs(frames: &[&[u8]]) -> DecodeResult<Decoded<EngineCoreOutputs>> {
     let (envelope, buffers) = frames.split_first().ok_or(Kind::Truncated)?;
-    let Decoded { value: fields, skipped_fields } = decode(NAME, envelope, buffers, Envelope::read)?;
-    let value = fields.message().map_err(|error| error.at(NAME))?;
+    let Decoded { value, skipped_fields } = decode::<Envelope>(NAME, envelope, buffers)?;
+    let value = value.try_into().map_err(|kind| DecodeError::from(kind).at(NAME))?;
     Ok(Decoded { value, skipped_fields })
 }
 
 /// The elements of the array, each of them well-formed; whether they make a message is the next question.
+#[derive(Default)]
 struct Envelope {
     engine_index: u64,
     batch: Batch,
@@ -127,47 +132,49 @@ struct Envelope {
     weight_commit: Option<u64>,
 }
 
-impl Envelope {
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let engine_index = fields.defaulted(reader, "engine_index", Reader::u64)?;
-        let outputs = fields.defaulted(reader, "outputs", |reader| reader.list(EngineCoreOutput::read))?;
-        let scheduler_stats = fields.optional(reader, "scheduler_stats", SchedulerStats::read)?;
-        let timestamp = fields.defaulted(reader, "timestamp", Reader::f64)?;
-        let utility = fields.optional(reader, "utility_output", UtilityOutput::read)?;
-        let finished_requests = fields.optional(reader, "finished_requests", |reader| reader.list(Reader::string))?;
-        let envelope = Self {
-            engine_index,
-            batch: Batch { outputs, scheduler_stats, finished_requests },
-            timestamp,
-            utility,
-            wave_complete: fields.optional(reader, "wave_complete", Reader::u64)?,
-            start_wave: fields.optional(reader, "start_wave", Reader::u64)?,
-            weight_version: fields.optional(reader, "weight_version", |reader| reader.text().map(Arc::from))?,
-            weight_commit: fields.optional(reader, "weight_commit", Reader::u64)?,
-        };
-        fields.close(reader)?;
+impl Wire for Envelope {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let mut envelope = Self::default();
+        fields.defaulted("engine_index", &mut envelope.engine_index)?;
+        fields.defaulted("outputs", &mut envelope.batch.outputs)?;
+        fields.defaulted("scheduler_stats", &mut envelope.batch.scheduler_stats)?;
+        fields.defaulted("timestamp", &mut envelope.timestamp)?;
+        fields.defaulted("utility_output", &mut envelope.utility)?;
+        fields.defaulted("finished_requests", &mut envelope.batch.finished_requests)?;
+        fields.defaulted("wave_complete", &mut envelope.wave_complete)?;
+        fields.defaulted("start_wave", &mut envelope.start_wave)?;
+        fields.defaulted("weight_version", &mut envelope.weight_version)?;
+        fields.defaulted("weight_commit", &mut envelope.weight_commit)?;
+        fields.close()?;
         Ok(envelope)
     }
+}
 
-    fn message(self) -> Result<EngineCoreOutputs> {
-        let batch = &self.batch;
+impl TryFrom<Envelope> for EngineCoreOutputs {
+    type Error = Kind;
+
+    fn try_from(envelope: Envelope) -> Result<Self, Kind> {
+        let batch = &envelope.batch;
         let is_batch =
             !batch.outputs.is_empty() || batch.scheduler_stats.is_some() || batch.finished_requests.is_some();
-        let families = [is_batch, self.utility.is_some(), self.wave_complete.is_some(), self.start_wave.is_some()];
+        let families =
+            [is_batch, envelope.utility.is_some(), envelope.wave_complete.is_some(), envelope.start_wave.is_some()];
         let families: u8 = families.map(u8::from).iter().sum();
-        let body = match (self.utility, self.wave_complete, self.start_wave) {
-            _ if families != 1 => return Err(Kind::Family(families).into()),
+        let body = match (envelope.utility, envelope.wave_complete, envelope.start_wave) {
+            _ if families != 1 => return Err(Kind::Family(families)),
             (Some(utility), ..) => Body::Utility(utility),
             (_, Some(wave), _) => Body::WaveComplete(wave),
             (.., Some(wave)) => Body::StartWave(wave),
-            (None, None, None) => Body::Batch(self.batch),
+            (None, None, None) => Body::Batch(envelope.batch),
         };
         Ok(EngineCoreOutputs {
-            engine_index: self.engine_index,
-            timestamp: self.timestamp,
-            weight_version: self.weight_version,
-            weight_commit: self.weight_commit,
+            engine_index: envelope.engine_index,
+            timestamp: envelope.timestamp,
+            weight_version: envelope.weight_version,
+            weight_commit: envelope.weight_commit,
             body,
         })
     }
@@ -175,69 +182,92 @@ impl Envelope {
 
 /// Best effort on a message that [`decode_outputs`] refused: internal ids of the outputs that it certainly names.
 pub fn recover_request_ids(frames: &[&[u8]]) -> Vec<String> {
-    let mut ids = Vec::new();
-    let Some(envelope) = frames.first() else { return ids };
-    let mut reader = Reader::new(envelope, &[]);
+    let Some(envelope) = frames.first() else { return Vec::new() };
+    let source = Source::new(envelope, &[]);
     // What was recovered before the first unreadable byte counts, so the error itself is of no interest here.
-    let _stopped_at = recover(&mut reader, &mut ids);
-    ids
+    let _stopped_at = read::<NamedOutputs>(&source);
+    source.recovered()
 }
 
-fn recover(reader: &mut Reader<'_>, ids: &mut Vec<String>) -> Result<()> {
-    reader.array()?;
-    reader.skip()?;
-    for _ in 0..reader.array()? {
-        let elements = reader.array()?;
-        if elements == 0 {
-            continue;
-        }
-        ids.push(reader.string()?);
-        (1..elements).try_for_each(|_| reader.skip())?;
-        reader.leave();
+/// An envelope of which only the ids of the outputs are read.
+struct NamedOutputs;
+
+impl Wire for NamedOutputs {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        fields.required::<Skipped>("engine_index")?;
+        fields.required::<Vec<NamedOutput>>("outputs")?;
+        fields.close().map(|()| Self)
     }
-    Ok(())
+}
+
+struct NamedOutput;
+
+impl Wire for NamedOutput {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let mut request_id = None;
+        fields.defaulted("request_id", &mut request_id)?;
+        source.recover(request_id);
+        fields.close().map(|()| Self)
+    }
 }
 
 impl UtilityOutput {
     fn write(&self, writer: &mut Writer) {
         writer.array(4);
-        writer.u64(self.call_id);
+        writer.value(self.call_id);
         match &self.outcome {
-            Ok(value) => {
+            Ok(result) => {
                 writer.nil();
-                writer.array(2);
-                writer.nil();
-                writer.json(value);
+                writer.value(((), result));
                 writer.nil();
             }
             Err(failure) => {
-                writer.text(&failure.message);
+                writer.value(&failure.message);
                 writer.nil();
-                writer.optional(failure.reason.as_deref(), Writer::text);
+                writer.value(&failure.reason);
             }
         }
     }
+}
 
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let call_id = fields.required(reader, "call_id", Reader::u64)?;
-        let failure = fields.optional(reader, "failure", Reader::string)?;
-        let result = fields.optional(reader, "result", |reader| {
-            let mut fields = Fields::open(reader)?;
-            let type_info = fields.optional(reader, "type_info", Reader::raw)?;
-            if type_info.is_some() {
-                return Err(Kind::TypeInformation.into());
-            }
-            let value = fields.required(reader, "value", Reader::json)?;
-            fields.close(reader)?;
-            Ok(value)
-        })?;
-        let reason = fields.optional(reader, "reason", Reader::string)?;
-        fields.close(reader)?;
+impl Wire for UtilityOutput {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let call_id = fields.required("call_id")?;
+        let (mut failure, mut result, mut reason) = (None, None, None);
+        fields.defaulted("failure", &mut failure)?;
+        fields.defaulted("result", &mut result)?;
+        fields.defaulted("reason", &mut reason)?;
+        fields.close()?;
         let outcome = match failure {
             Some(message) => Err(UtilityFailure { message, reason }),
-            None => Ok(result.unwrap_or_default()),
+            None => Ok(result.map(|UtilityResult(value)| value).unwrap_or_default()),
         };
         Ok(Self { call_id, outcome })
+    }
+}
+
+/// What a method returned, behind its type information, which only pickled data needs.
+struct UtilityResult(Value);
+
+impl Wire for UtilityResult {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        if fields.required::<Option<Skipped>>("type_info")?.is_some() {
+            return Err(source.refuse(Kind::TypeInformation));
+        }
+        let value = fields.required("value")?;
+        fields.close()?;
+        Ok(Self(value))
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::reader::Reader;
+use crate::decoded::decode;
 
 /// One well-formed MessagePack value, as its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +20,6 @@ impl RawValue {
 
     /// The value as JSON; `None` when it holds bytes or arrays, which JSON has not.
     pub fn to_json(&self) -> Option<Value> {
-        Reader::new(&self.0, &[]).json().ok()
+        decode("RawValue", &self.0, &[]).ok().map(|decoded| decoded.value)
     }
 }

@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::decoded::{Decoded, decode};
+use serde::de::SeqAccess;
+
+use crate::decoded::{Decoded, Result as DecodeResult, decode};
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::Fields;
 use crate::raw::RawValue;
-use crate::reader::{Reader, Result};
 use crate::sampling_params::SamplingParams;
+use crate::source::Source;
+use crate::untyped::{Kept, Skipped};
+use crate::wire::Wire;
 use crate::writer::Writer;
 
 /// Elements of an `EngineCoreRequest` array.
@@ -48,34 +52,30 @@ pub struct EngineCoreRequest {
 impl EngineCoreRequest {
     /// The payload of an ADD frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
-        let other = |writer: &mut Writer, name: &str| {
-            let found = self.other.iter().find(|(other, _)| *other == name);
-            writer.optional(found, |writer, (_, value)| writer.raw(value));
-        };
+        let mut writer = Writer::new();
         writer.array(REQUEST_ELEMENTS);
-        writer.text(&self.request_id);
-        writer.optional(self.prompt_token_ids.as_deref(), Writer::token_ids);
-        other(&mut writer, "mm_features");
+        writer.value(&self.request_id);
+        writer.value(self.prompt_token_ids.as_deref());
+        writer.kept(&self.other, "mm_features");
         writer.optional(self.sampling_params.as_ref(), |writer, params| params.write(writer));
-        other(&mut writer, "pooling_params");
-        writer.f64(self.arrival_time);
-        other(&mut writer, "lora_request");
-        writer.optional(self.cache_salt.as_deref(), Writer::text);
-        other(&mut writer, "data_parallel_rank");
-        other(&mut writer, "prompt_embeds");
-        other(&mut writer, "prompt_is_token_ids");
-        writer.u64(self.client_index);
-        writer.u64(self.current_wave);
-        writer.i64(self.priority);
-        other(&mut writer, "trace_headers");
-        writer.boolean(self.resumable);
-        writer.optional(self.external_req_id.as_deref(), Writer::text);
-        other(&mut writer, "reasoning_ended");
-        other(&mut writer, "reasoning_parser_kwargs");
-        writer.boolean(self.abort_immediately);
-        writer.optional(self.session_id.as_deref(), Writer::text);
-        other(&mut writer, "kv_hints");
+        writer.kept(&self.other, "pooling_params");
+        writer.value(self.arrival_time);
+        writer.kept(&self.other, "lora_request");
+        writer.value(&self.cache_salt);
+        writer.kept(&self.other, "data_parallel_rank");
+        writer.kept(&self.other, "prompt_embeds");
+        writer.kept(&self.other, "prompt_is_token_ids");
+        writer.value(self.client_index);
+        writer.value(self.current_wave);
+        writer.value(self.priority);
+        writer.kept(&self.other, "trace_headers");
+        writer.value(self.resumable);
+        writer.value(&self.external_req_id);
+        writer.kept(&self.other, "reasoning_ended");
+        writer.kept(&self.other, "reasoning_parser_kwargs");
+        writer.value(self.abort_immediately);
+        writer.value(&self.session_id);
+        writer.kept(&self.other, "kv_hints");
         writer.into_bytes()
     }
 
@@ -83,66 +83,51 @@ impl EngineCoreRequest {
     ///
     /// # Errors
     /// The payload is not exactly one well-formed request.
-    pub fn decode(payload: &[u8]) -> Result<Decoded<Self>> {
-        decode("EngineCoreRequest", payload, &[], Self::read)
+    pub fn decode(payload: &[u8]) -> DecodeResult<Decoded<Self>> {
+        decode("EngineCoreRequest", payload, &[])
     }
+}
 
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let mut fields = Fields::open(reader)?;
-        let request_id = fields.required(reader, "request_id", Reader::string)?;
-        let mut request = Self { request_id, ..Self::default() };
-        request.prompt_token_ids = fields.required(reader, "prompt_token_ids", |reader| {
-            if reader.nil()? { Ok(None) } else { reader.list(Reader::u32).map(|ids| Some(ids.into())) }
-        })?;
-        request.keep(&mut fields, reader, "mm_features", true)?;
-        request.sampling_params = fields.required(reader, "sampling_params", |reader| {
-            if reader.nil()? { Ok(None) } else { SamplingParams::read(reader).map(Some) }
-        })?;
-        request.keep(&mut fields, reader, "pooling_params", true)?;
-        request.arrival_time = fields.required(reader, "arrival_time", Reader::f64)?;
-        request.keep(&mut fields, reader, "lora_request", true)?;
-        request.cache_salt =
-            fields.required(
-                reader,
-                "cache_salt",
-                |reader| {
-                    if reader.nil()? { Ok(None) } else { reader.string().map(Some) }
-                },
-            )?;
-        request.keep(&mut fields, reader, "data_parallel_rank", true)?;
-        request.keep(&mut fields, reader, "prompt_embeds", false)?;
-        request.keep(&mut fields, reader, "prompt_is_token_ids", false)?;
-        request.client_index = fields.defaulted(reader, "client_index", Reader::u64)?;
-        request.current_wave = fields.defaulted(reader, "current_wave", Reader::u64)?;
-        request.priority = fields.defaulted(reader, "priority", Reader::i64)?;
-        request.keep(&mut fields, reader, "trace_headers", false)?;
-        request.resumable = fields.defaulted(reader, "resumable", Reader::boolean)?;
-        request.external_req_id = fields.optional(reader, "external_req_id", Reader::string)?;
-        request.keep(&mut fields, reader, "reasoning_ended", false)?;
-        request.keep(&mut fields, reader, "reasoning_parser_kwargs", false)?;
-        request.abort_immediately = fields.defaulted(reader, "abort_immediately", Reader::boolean)?;
-        request.session_id = fields.optional(reader, "session_id", Reader::string)?;
-        request.keep(&mut fields, reader, "kv_hints", false)?;
-        fields.close(reader)?;
+impl Wire for EngineCoreRequest {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let mut request = Self { request_id: fields.required("request_id")?, ..Self::default() };
+        request.prompt_token_ids = fields.required::<Option<Vec<u32>>>("prompt_token_ids")?.map(Arc::from);
+        fields.kept::<Skipped>("mm_features", &mut request.other)?;
+        request.sampling_params = fields.required("sampling_params")?;
+        fields.kept::<Skipped>("pooling_params", &mut request.other)?;
+        request.arrival_time = fields.required("arrival_time")?;
+        fields.kept::<Skipped>("lora_request", &mut request.other)?;
+        request.cache_salt = fields.required("cache_salt")?;
+        let rank: Option<Kept<Skipped>> = fields.required("data_parallel_rank")?;
+        request.other.extend(rank.map(|rank| ("data_parallel_rank", rank.raw)));
+        fields.kept::<Skipped>("prompt_embeds", &mut request.other)?;
+        fields.kept::<Skipped>("prompt_is_token_ids", &mut request.other)?;
+        fields.defaulted("client_index", &mut request.client_index)?;
+        fields.defaulted("current_wave", &mut request.current_wave)?;
+        fields.defaulted("priority", &mut request.priority)?;
+        fields.kept::<Skipped>("trace_headers", &mut request.other)?;
+        fields.defaulted("resumable", &mut request.resumable)?;
+        fields.defaulted("external_req_id", &mut request.external_req_id)?;
+        fields.kept::<Skipped>("reasoning_ended", &mut request.other)?;
+        fields.kept::<Skipped>("reasoning_parser_kwargs", &mut request.other)?;
+        fields.defaulted("abort_immediately", &mut request.abort_immediately)?;
+        fields.defaulted("session_id", &mut request.session_id)?;
+        fields.kept::<Skipped>("kv_hints", &mut request.other)?;
+        fields.close()?;
         Ok(request)
-    }
-
-    /// Keeps an element that is only passed on, unless it is nil.
-    fn keep(&mut self, fields: &mut Fields, reader: &mut Reader<'_>, name: &'static str, required: bool) -> Result<()> {
-        let value = if required {
-            fields.required(reader, name, |reader| if reader.nil()? { Ok(None) } else { reader.raw().map(Some) })?
-        } else {
-            fields.optional(reader, name, Reader::raw)?
-        };
-        self.other.extend(value.map(|value| (name, value)));
-        Ok(())
     }
 }
 
 /// The payload of an ABORT frame: internal ids.
 pub fn encode_abort<S: AsRef<str>>(request_ids: &[S]) -> Vec<u8> {
-    let mut writer = Writer::default();
-    writer.texts(request_ids);
+    let mut writer = Writer::new();
+    writer.array(request_ids.len());
+    for id in request_ids {
+        writer.value(id.as_ref());
+    }
     writer.into_bytes()
 }
 
@@ -150,8 +135,8 @@ pub fn encode_abort<S: AsRef<str>>(request_ids: &[S]) -> Vec<u8> {
 ///
 /// # Errors
 /// The payload is not exactly one array of strings.
-pub fn decode_abort(payload: &[u8]) -> Result<Vec<String>> {
-    decode("Abort", payload, &[], |reader| reader.list(Reader::string)).map(|decoded| decoded.value)
+pub fn decode_abort(payload: &[u8]) -> DecodeResult<Vec<String>> {
+    decode("Abort", payload, &[]).map(|decoded| decoded.value)
 }
 
 /// A call of one of the engine's methods; see PROTOCOL.md for the methods.
@@ -170,13 +155,8 @@ pub struct UtilityRequest {
 impl UtilityRequest {
     /// The payload of a UTILITY frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::default();
-        writer.array(4);
-        writer.u64(self.client_index);
-        writer.u64(self.call_id);
-        writer.text(&self.method);
-        writer.array(self.args.len());
-        self.args.iter().for_each(|argument| writer.json(argument));
+        let mut writer = Writer::new();
+        writer.value((self.client_index, self.call_id, &self.method, &self.args));
         writer.into_bytes()
     }
 
@@ -184,17 +164,23 @@ impl UtilityRequest {
     ///
     /// # Errors
     /// The payload is not exactly one well-formed call.
-    pub fn decode(payload: &[u8]) -> Result<Decoded<Self>> {
-        decode("UtilityRequest", payload, &[], |reader| {
-            let mut fields = Fields::open(reader)?;
-            let call = Self {
-                client_index: fields.required(reader, "client_index", Reader::u64)?,
-                call_id: fields.required(reader, "call_id", Reader::u64)?,
-                method: fields.required(reader, "method", Reader::string)?,
-                args: fields.required(reader, "args", |reader| reader.list(Reader::json))?,
-            };
-            fields.close(reader)?;
-            if call.method.is_empty() { Err(Kind::Missing.into()) } else { Ok(call) }
-        })
+    pub fn decode(payload: &[u8]) -> DecodeResult<Decoded<Self>> {
+        decode("UtilityRequest", payload, &[])
+    }
+}
+
+impl Wire for UtilityRequest {
+    const EXPECTED: &'static str = "an array";
+
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let call = Self {
+            client_index: fields.required("client_index")?,
+            call_id: fields.required("call_id")?,
+            method: fields.required("method")?,
+            args: fields.required("args")?,
+        };
+        fields.close()?;
+        if call.method.is_empty() { Err(source.refuse(Kind::Missing)) } else { Ok(call) }
     }
 }

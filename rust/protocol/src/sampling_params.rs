@@ -1,7 +1,11 @@
 //! `SamplingParams` on the wire: a map of the keys that differ from their default.
 
+use serde::de::MapAccess;
+
 use crate::error::DecodeErrorKind as Kind;
-use crate::reader::{Reader, Result};
+use crate::fields::entries;
+use crate::source::Source;
+use crate::wire::{InF32Range, Scalar, Wire, in_range, scalars};
 use crate::writer::Writer;
 
 /// How the engine samples one sequence. Fields and defaults are vLLM's; floats are 64-bit on the wire.
@@ -55,43 +59,46 @@ impl Default for SamplingParams {
     }
 }
 
-fn optional<'a, T>(reader: &mut Reader<'a>, read: impl FnOnce(&mut Reader<'a>) -> Result<T>) -> Result<Option<T>> {
-    if reader.nil()? { Ok(None) } else { read(reader).map(Some) }
+/// 0, 1 or 2.
+struct OutputKind(u64);
+
+scalars! {
+    OutputKind, "an integer": Scalar::Integer(value) => match in_range(value, "a signed 64-bit integer")? {
+        kind @ 0..=2_i64 => Self(kind.unsigned_abs()),
+        value => return Err(Kind::UnknownValue { value, allowed: "an output kind (0, 1, 2)" }),
+    };
 }
 
-impl SamplingParams {
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+impl Wire for SamplingParams {
+    const EXPECTED: &'static str = "a map";
+
+    fn map<'de, A: MapAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
         let mut params = Self::default();
-        reader.entries(|reader, key| {
+        entries(access, source, |key, entry| {
             match key {
-                "n" => params.n = reader.u64()?,
-                "temperature" => params.temperature = reader.f64_in_f32_range()?,
-                "top_p" => params.top_p = reader.f64_in_f32_range()?,
-                "top_k" => params.top_k = reader.i64()?,
-                "seed" => params.seed = optional(reader, Reader::i64)?,
+                "n" => params.n = entry.read()?,
+                "temperature" => params.temperature = entry.read::<InF32Range>()?.0,
+                "top_p" => params.top_p = entry.read::<InF32Range>()?.0,
+                "top_k" => params.top_k = entry.read()?,
+                "seed" => params.seed = entry.read()?,
                 // vLLM writes nil for "no limit", which our frontends resolve; a peer that does not gets no output.
-                "max_tokens" => params.max_tokens = reader.u64()?,
-                "min_tokens" => params.min_tokens = reader.u64()?,
-                "stop_token_ids" => {
-                    params.stop_token_ids = optional(reader, |reader| reader.list(Reader::u32))?.unwrap_or_default();
-                }
-                "ignore_eos" => params.ignore_eos = reader.boolean()?,
-                "logprobs" => params.logprobs = optional(reader, Reader::i64)?,
-                "output_kind" => {
-                    params.output_kind = match reader.i64()? {
-                        kind @ 0..=2 => kind.unsigned_abs(),
-                        value => return Err(Kind::UnknownValue { value, allowed: "an output kind (0, 1, 2)" }.into()),
-                    };
-                }
-                "_eos_token_id" => params.eos_token_id = optional(reader, Reader::u32)?,
-                "_all_stop_token_ids" => params.all_stop_token_ids = reader.list(Reader::u32)?,
-                _ => reader.skip()?,
+                "max_tokens" => params.max_tokens = entry.read()?,
+                "min_tokens" => params.min_tokens = entry.read()?,
+                "stop_token_ids" => params.stop_token_ids = entry.read::<Option<_>>()?.unwrap_or_default(),
+                "ignore_eos" => params.ignore_eos = entry.read()?,
+                "logprobs" => params.logprobs = entry.read()?,
+                "output_kind" => params.output_kind = entry.read::<OutputKind>()?.0,
+                "_eos_token_id" => params.eos_token_id = entry.read()?,
+                "_all_stop_token_ids" => params.all_stop_token_ids = entry.read()?,
+                _ => entry.skip()?,
             }
             Ok(())
         })?;
         Ok(params)
     }
+}
 
+impl SamplingParams {
     pub(crate) fn write(&self, writer: &mut Writer) {
         let plain = Self::default();
         let present = [
@@ -113,23 +120,23 @@ impl SamplingParams {
         let mut present = present.into_iter();
         let mut entry = |key: &str, write: &dyn Fn(&mut Writer)| {
             if present.next().unwrap_or(false) {
-                writer.text(key);
+                writer.value(key);
                 write(writer);
             }
         };
-        entry("n", &|w| w.u64(self.n));
-        entry("temperature", &|w| w.f64(self.temperature));
-        entry("top_p", &|w| w.f64(self.top_p));
-        entry("top_k", &|w| w.i64(self.top_k));
-        entry("seed", &|w| w.optional(self.seed, Writer::i64));
-        entry("max_tokens", &|w| w.u64(self.max_tokens));
-        entry("min_tokens", &|w| w.u64(self.min_tokens));
-        entry("stop_token_ids", &|w| w.token_ids(&self.stop_token_ids));
-        entry("ignore_eos", &|w| w.boolean(self.ignore_eos));
-        entry("logprobs", &|w| w.optional(self.logprobs, Writer::i64));
-        entry("output_kind", &|w| w.u64(self.output_kind));
-        entry("_eos_token_id", &|w| w.optional(self.eos_token_id.map(u64::from), Writer::u64));
-        entry("_all_stop_token_ids", &|w| w.token_ids(&self.all_stop_token_ids));
+        entry("n", &|writer| writer.value(self.n));
+        entry("temperature", &|writer| writer.value(self.temperature));
+        entry("top_p", &|writer| writer.value(self.top_p));
+        entry("top_k", &|writer| writer.value(self.top_k));
+        entry("seed", &|writer| writer.value(self.seed));
+        entry("max_tokens", &|writer| writer.value(self.max_tokens));
+        entry("min_tokens", &|writer| writer.value(self.min_tokens));
+        entry("stop_token_ids", &|writer| writer.value(&self.stop_token_ids));
+        entry("ignore_eos", &|writer| writer.value(self.ignore_eos));
+        entry("logprobs", &|writer| writer.value(self.logprobs));
+        entry("output_kind", &|writer| writer.value(self.output_kind));
+        entry("_eos_token_id", &|writer| writer.value(self.eos_token_id));
+        entry("_all_stop_token_ids", &|writer| writer.value(&self.all_stop_token_ids));
     }
 
     fn differs_in_temperature(&self) -> bool {
