@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollspan.engine")
 
 _CLOSE_TIMEOUT = 1.0
+_ACCEPT_RETRY_SECONDS = 0.1
+#: Errors of accept() that pass: the process or the system is short of something, or the peer has gone already.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 
 
 class StopSignalError(Exception):
@@ -67,9 +72,14 @@ class EngineProcess:
                     link.send(FrameKind.OUTPUTS, message)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener was closed
-            while True:
+        while True:
+            try:
                 self._inbox.put(self._listener.accept()[0])
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return  # the listener was closed
+                logger.error("a frontend cannot connect: %s", error.strerror)
+                time.sleep(_ACCEPT_RETRY_SECONDS)  # nothing announces that a file descriptor is free again
 
     def _receive(self, core: EngineCore) -> None:
         """Applies all that has arrived; waits for something when the core has nothing to do."""
@@ -91,6 +101,7 @@ class EngineProcess:
     def _apply(self, core: EngineCore, link: Link, message: object) -> None:
         if message is None:
             self._links.pop(link.index, None)
+            self._greeted.discard(link.index)
             core.remove_client(link.index)
         elif isinstance(message, m.ClientHello):
             link.send(FrameKind.ENGINE_HELLO, core.hello())
@@ -147,9 +158,11 @@ def _complain(text: str) -> None:
     sys.stderr.flush()
 
 
-def run(path: Path, config: EngineConfig) -> int:
+def run(path: Path, config: EngineConfig, *, watch_stdin: bool = False) -> int:
     """Binds the socket, loads the model and serves it; returns the exit code."""
     process = EngineProcess(path)
+    if watch_stdin:
+        threading.Thread(target=_watch_stdin, args=(path,), name="watch-stdin", daemon=True).start()
     code, notice = 0, m.DeadNotice("shutting_down", "the engine is shutting down")
 
     def end_now(*_: object) -> None:
@@ -195,10 +208,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if args.watch_stdin:
-        threading.Thread(target=_watch_stdin, args=(args.socket,), name="watch-stdin", daemon=True).start()
     try:
-        return run(args.socket, EngineConfig.from_json(args.config))
+        return run(args.socket, EngineConfig.from_json(args.config), watch_stdin=args.watch_stdin)
     except RollspanError as error:
         _complain(error.message)
         return 2
