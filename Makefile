@@ -11,10 +11,12 @@ CACHE := $(or $(ROLLSPAN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollspan)
 TRAIN_OUT ?= build/models
 # One environment for each checkout, Python and lock file; another lock makes another environment.
 VENV := $(CACHE)/venv-$(shell (cat requirements-dev.lock; pwd; $(PYTHON) -VV) | cksum | tr ' ' '-')
+# One build directory for each checkout: cargo goes by file times, and would take one checkout's crates for another's.
+TARGET := $(CACHE)/target-$(shell pwd | cksum | tr ' ' '-')
 RUN := $(VENV)/bin/python -m
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(CACHE)/uv/bin/uv)
 
-export CARGO_TARGET_DIR ?= $(CACHE)/target
+export CARGO_TARGET_DIR ?= $(TARGET)
 export UV_HTTP_TIMEOUT ?= 300
 export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
@@ -74,24 +76,26 @@ wheel: environment cargo ## Build the release wheel and the source archive into 
 where: ## Print the environment's directory
 	@echo $(VENV)
 
-clean: ## Remove what was built in this checkout, and its environment
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis python/rollspan/_native*.so $(VENV)
+clean: ## Remove what was built in this checkout, its environment and its build directory
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis python/rollspan/_native*.so $(VENV) $(TARGET)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 environment: $(VENV)/complete
 
-# Environments of checkouts that are gone, and this checkout's older ones, are removed on the way.
+# Environments and build directories of checkouts that are gone are removed on the way, and this one's older environments.
 $(VENV)/complete: requirements-dev.lock | $(UV)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or later is needed: make PYTHON=...")'
-	@for old in $(CACHE)/venv-*/checkout; do \
+	@for old in $(CACHE)/venv-*/checkout $(CACHE)/target-*/checkout; do \
 		if [ -f "$$old" ]; then \
 			owner=$$(cat "$$old"); \
-			if [ ! -d "$$owner" ] || [ "$$owner" = "$(CURDIR)" ]; then rm -rf "$$(dirname "$$old")"; fi; \
+			if [ ! -d "$$owner" ]; then rm -rf "$$(dirname "$$old")"; fi; \
+			if [ "$$owner" = "$(CURDIR)" ] && [[ "$$old" == */venv-* ]]; then rm -rf "$$(dirname "$$old")"; fi; \
 		fi; \
 	done
 	@echo "creating the environment $(VENV) (the first time downloads several GB: PyTorch comes with its CUDA libraries)"
 	@$(UV) venv --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-	@echo "$(CURDIR)" > $(VENV)/checkout
+	@mkdir -p $(TARGET)
+	@echo "$(CURDIR)" | tee $(VENV)/checkout > $(TARGET)/checkout
 	@$(UV) pip sync --python $(VENV)/bin/python --require-hashes requirements-dev.lock
 	@touch $@
 

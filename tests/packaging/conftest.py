@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.installation import PROJECT, Installed, build, build_environment, run
+from support.installation import BUILD_DIRECTORY, PROJECT, Installed, build, run
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +22,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from the source archive alone.
 
-    The archive is unpacked into one fixed place, so that cargo's directory does not gain a set of crates with each run;
-    its files get the current time, since cargo goes by time and the archive's own are all zero.
+    Its files get the current time: the archive's own are all zero, and cargo would take them for those of the last run.
     """
-    place = Path(build_environment()["CARGO_TARGET_DIR"]) / "unpacked-sdist"
+    place = BUILD_DIRECTORY / "unpacked"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     run("tar", "-xzmf", sdist, "-C", place)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
+BUILD_DIRECTORY = Path(os.environ.get("CARGO_TARGET_DIR") or PROJECT / "target") / "sdist"
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
@@ -20,11 +21,13 @@ def run(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | 
 
 
 def build_environment() -> dict[str, str]:
-    """Builds take the debug profile and the build directory that ``make`` uses: what is compiled there is not again."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollspan"
+    """Builds take the debug profile, and a build directory of their own below that of the checkout.
+
+    Its own, because cargo goes by file times: a shared one would pass the checkout's crates off as the archive's.
+    """
     return {
-        "CARGO_TARGET_DIR": str(cache / "target"),
         **os.environ,
+        "CARGO_TARGET_DIR": str(BUILD_DIRECTORY),
         "ROLLSPAN_BUILD_PROFILE": "dev",
         "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
     }
