@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 # Cargo profile of the editable install: dev or release.
-PROFILE ?= dev
+PROFILE ?= $(or $(ROLLSPAN_BUILD_PROFILE),dev)
 CACHE := $(or $(ROLLSPAN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/rollspan)
 TRAIN_OUT ?= build/models
 # One environment for each checkout, Python and lock file; another lock makes another environment.
@@ -55,6 +55,7 @@ bench: PROFILE := release
 bench: setup ## Measure throughput and latency on the embedded model, through each frontend
 	@for frontend in rust python; do \
 		exec 3< <(exec rollspan serve --port 0 --events --log-level warning --frontend $$frontend); server=$$!; \
+		trap 'kill $$server 2>/dev/null || true' EXIT; \
 		url=$$(sed -n '/"ready"/ { s/.*"url": "\([^"]*\)".*/\1/p; q }' <&3); \
 		echo "== $$frontend frontend"; \
 		rollspan bench serve --url "$$url" $(BENCH_ARGUMENTS); \
@@ -106,4 +107,4 @@ $(CACHE)/uv/bin/uv:
 uv: ;
 
 cargo:
-	@cargo --version >/dev/null 2>&1 || { echo "error: Rust is needed, and cargo is not on PATH: install a Rust toolchain" >&2; exit 1; }
+	@cargo --version >/dev/null 2>&1 || { echo "error: Rust 1.90 or later is needed, and cargo is not on PATH: install a Rust toolchain" >&2; exit 1; }

@@ -164,6 +164,8 @@ class AsyncLLM:
         state = self._processor.add(admitted, changed.set, include_weight_versions=include_weight_versions)
         try:
             for request in admitted.engine_requests:
+                if state.finished:  # aborted, or failed, while earlier ones were sent: the rest would run for nobody
+                    break
                 await client.add_request(request)
             while True:
                 output = state.take()

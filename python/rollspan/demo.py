@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -339,6 +340,7 @@ def main(words: Sequence[str]) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo with parsed arguments: ``rollouts``, ``tokens``, ``seed``, ``frontend``."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server too, as Ctrl-C does
     try:
         return 0 if asyncio.run(Demo(arguments).run()) else 1
     except (DemoError, HttpError) as error:

@@ -27,9 +27,19 @@ class Server:
 
     @classmethod
     async def start(cls, arguments: Sequence[str]) -> Server:
-        command = [sys.executable, "-m", "rollspan.cli", "serve", *arguments, "--port", "0", "--events"]
+        command = [
+            sys.executable,
+            "-m",
+            "rollspan.cli",
+            "serve",
+            *arguments,
+            "--port",
+            "0",
+            "--events",
+            "--watch-stdin",
+        ]
         pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe))
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe))
 
     async def wait_ready(self) -> str:
         """The server's URL, once it answers requests.

@@ -83,6 +83,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 64 else text[:64] + "..."
 
 
+def cut(name: str) -> str:
+    """A client's text for an error message: at most 64 characters of it."""
+    return name if len(name) <= 64 else name[:64] + "..."
+
+
 def wrong_value(path: str, allowed: str, value: Any, index: int | None = None) -> RollspanError:
     """The error for a field outside its range: ``{path} must be {allowed}, got {value}[ at index {i}]``."""
     place = "" if index is None else f" at index {index}"

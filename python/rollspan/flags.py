@@ -26,7 +26,10 @@ FRONTEND_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--max-queued-requests",
         {"metavar": "N", "type": int, "help": "most open requests; more get 429 (default: 4096)"},
     ),
-    ("--strict-requests", {"action": "store_true", "help": "refuse unknown request fields instead of naming them"}),
+    (
+        "--strict-requests",
+        {"action": "store_true", "help": "refuse unknown fields of generate requests, not only name them"},
+    ),
     (
         "--engine-ready-timeout",
         {"metavar": "S", "type": float, "help": "seconds for the engine's start (default: 600)"},
@@ -93,6 +96,7 @@ def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="HTTP server: rollspan-http, the pure-Python one, or the first where it is installed (default: auto)",
     )
+    group.add_argument("--watch-stdin", action="store_true", help=argparse.SUPPRESS)  # end when stdin does
     group.add_argument("--events", action="store_true", help="print JSON lines on stdout: listening, ready")
 
 

@@ -133,6 +133,10 @@ class LLM:
             RollspanError: why a request failed; it is closed then, and the next call goes on with the others.
         """
         self._engine.step()
+        for request_id, state in list(self._streams.items()):
+            if state.error is not None:  # before anything is taken from the others
+                del self._streams[request_id]
+                raise state.error
         outputs = []
         for request_id, state in list(self._streams.items()):
             if state.finished:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,6 +75,8 @@ def serve(arguments: Sequence[str]) -> int:
 def _supervise(config: EngineConfig, frontend: Frontend, flags: Mapping[str, Any], directory: Path) -> int:
     command = [*frontend.command, "--engine", str(directory / SOCKET_NAME), "--watch-stdin"]
     command += frontend_arguments(flags)
+    if flags["watch_stdin"]:
+        threading.Thread(target=_stop_at_end_of_stdin, name="watch-stdin", daemon=True).start()
     supervisor = Supervisor(
         Banner(config, frontend, events=flags["events"]), shutdown_timeout=flags["shutdown_timeout"]
     )
@@ -91,6 +96,14 @@ def _supervise(config: EngineConfig, frontend: Frontend, flags: Mapping[str, Any
         return failure.exit_code
     say("stopped")
     return 0
+
+
+def _stop_at_end_of_stdin() -> None:
+    """Stops this server, as SIGTERM would, when the program that started it is gone."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def engine(arguments: Sequence[str]) -> int:

@@ -307,3 +307,24 @@ def test_a_later_pause_or_resume_supersedes_a_waiting_one(server: RealServer, po
         error_of(waiting.result(), 409, "pause_superseded")
         assert frontend.post("/abort_requests").json() == {"status": "aborted", "aborted": 1}
         assert list(chunks)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_update_info_nested_too_deep_is_refused_and_the_engine_stays(restored: RealServer) -> None:
+    nested = "[" * 100 + "]" * 100
+    content = f'{{"update_info": {{"path": {nested}}}}}'
+    error_of(restored.frontend.post("/update_weights", content=content), 400, "invalid_request")
+    assert restored.frontend.get("/health").status_code == 200
+    assert restored.label() == "default"
+
+
+def test_the_form_with_a_weight_dir_is_refused_by_name(restored: RealServer) -> None:
+    body = {"weight_dir": "rl", "update_info": {"path": "rl"}}
+    error_of(restored.frontend.post("/update_weights", body), 400, "unsupported_field", "weight_dir")
+
+
+def test_a_finish_that_is_sent_again_is_answered_as_before(restored: RealServer) -> None:
+    first = restored.update("zero", "step-1")
+    again = restored.frontend.post("/finish_weight_update", {"weight_version": "step-1"})
+    assert again.json()["weight_version"] == "step-1"
+    assert again.json()["weight_commit"] == first
+    error_of(restored.frontend.post("/finish_weight_update", {"weight_version": "x"}), 409, "no_update_active")

@@ -175,3 +175,15 @@ def test_after_shutdown_every_call_says_so(checkpoints: Checkpoints) -> None:
         with pytest.raises(RollspanError) as caught:
             call()
         assert caught.value.reason == "shutting_down"
+
+
+def test_a_request_that_fails_takes_nothing_from_the_others(llm: LLM) -> None:
+    llm.add_request([5], GREEDY, request_id="good")
+    llm.step()
+    llm.pause_generation("wait")
+    llm.add_request([5], GREEDY, request_id="refused")
+    with pytest.raises(RollspanError) as caught:
+        llm.step()
+    assert caught.value.reason == "engine_paused"
+    (output,) = llm.step()
+    assert (output.request_id, output.finished, output.outputs[0].token_ids) == ("good", True, [1] * 6)

@@ -276,11 +276,15 @@ class EngineCore:
             self._pause(client_index, call)
         elif call.method not in self._methods:
             unknown = RollspanError(f"unknown method {shown(call.method)}", reason="unknown_method")
-            self._reply(client_index, call, lambda: _raise(unknown))
+            self.refuse_call(client_index, call, unknown)
         else:
             self._reply(client_index, call, lambda: self._run_method(call))
             if not call.method.startswith(("get_", "is_")):
                 self._report()
+
+    def refuse_call(self, client_index: int, call: m.UtilityCall, error: RollspanError) -> None:
+        """Answers a call that cannot be run."""
+        self._reply(client_index, call, lambda: _raise(error))
 
     def _run_method(self, call: m.UtilityCall) -> Any:
         method = self._methods[call.method]
@@ -311,7 +315,7 @@ class EngineCore:
                 reason="invalid_request",
                 param="mode",
             )
-            self._reply(client_index, call, lambda: _raise(wrong))
+            self.refuse_call(client_index, call, wrong)
             return
         self._supersede_drain()
         keep = mode == "keep"
@@ -337,7 +341,7 @@ class EngineCore:
             error = RollspanError(
                 "another pause or resume came before the running requests ended", reason="pause_superseded"
             )
-            self._reply(client_index, call, lambda: _raise(error))
+            self.refuse_call(client_index, call, error)
 
     def _resume(self) -> None:
         self._supersede_drain()

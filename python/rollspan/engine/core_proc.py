@@ -21,7 +21,7 @@ from rollspan.config import EngineConfig
 from rollspan.engine.link import Link, Said
 from rollspan.errors import RollspanError
 from rollspan.protocol import messages as m
-from rollspan.protocol.codec import RequestRefusedError
+from rollspan.protocol.codec import CallRefusedError, RequestRefusedError
 from rollspan.protocol.framing import FrameKind
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class EngineProcess:
             core.abort_requests(message)
         elif isinstance(message, m.UtilityCall):
             core.call_utility(link.index, message)
+        elif isinstance(message, CallRefusedError):
+            core.refuse_call(link.index, message.call, RollspanError(message.message, reason="invalid_request"))
 
     def stop(self, *_: object) -> None:
         """Ends :meth:`serve`; safe to call from a signal handler."""

@@ -99,7 +99,9 @@ _ENCODERS: dict[FrameKind, Callable[[Any], bytes]] = {
 
 def _decode(
     kind: FrameKind, payload: bytes
-) -> m.ClientHello | m.EngineCoreRequest | m.UtilityCall | list[str] | codec.RequestRefusedError:
+) -> (
+    m.ClientHello | m.EngineCoreRequest | m.UtilityCall | list[str] | codec.RequestRefusedError | codec.CallRefusedError
+):
     if kind is FrameKind.ADD:
         try:
             return codec.decode_request(payload)
@@ -108,7 +110,10 @@ def _decode(
     if kind is FrameKind.ABORT:
         return codec.decode_abort(payload)
     if kind is FrameKind.UTILITY:
-        return codec.decode_utility_call(payload)
+        try:
+            return codec.decode_utility_call(payload)
+        except codec.CallRefusedError as error:
+            return error
     if kind is FrameKind.CLIENT_HELLO:
         return codec.decode_client_hello(payload)
     raise FramingError(f"frame kind {kind.name} does not go to an engine")

@@ -74,8 +74,8 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
         model.eval()
         if device.type == "cpu":
             # Loading maps the files: whoever overwrites them would change weights under an unchanged label.
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
+            for weights in (*model.parameters(), *model.buffers()):
+                weights.data = weights.data.clone()
         return model, _facts(config, directory, model, device)
     except RollspanError:
         raise

@@ -153,6 +153,16 @@ def _free_memory(device: torch.device) -> int:
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return int(min(int(fields["MemAvailable"].split()[0]) * 1024, _container_memory()))
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _container_memory() -> float:
+    """Bytes that the control group leaves to this process; infinite where it sets no limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return float("inf") if limit == "max" else max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return float("inf")

@@ -39,8 +39,10 @@ class WeightManager:
     def __init__(self, model: nn.Module, *, label: str | None, root: str | None) -> None:
         self._root = None if root is None else Path(root)
         # Tied parameters are one object under several names: each needs one tensor, under any of its names.
-        self._names: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+        # Persistent buffers (a router's correction bias) are weights as well.
+        self._names: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self._staged: dict[str, torch.Tensor] | None = None
+        self._last_finish: str | None = None  # the label that the last finish named, until the next start
         self.label = check_label(label) if label is not None else DEFAULT_LABEL
         self.commit = 0
 
@@ -61,6 +63,7 @@ class WeightManager:
             RollspanError: ``invalid_label``.
         """
         self.label = check_label(label, "new_version")
+        self._last_finish = None
 
     def start(self) -> None:
         """Opens an update.
@@ -70,9 +73,11 @@ class WeightManager:
         """
         if self._staged is not None:
             raise RollspanError(
-                "a weight update is already active: finish it before starting another", reason="update_active"
+                "a weight update is already active: finish it, or drop it (an update_weights that fails does)",
+                reason="update_active",
             )
         self._staged = {}
+        self._last_finish = None
 
     def update(self, info: Any) -> None:
         """Receives tensors into the staging area.
@@ -112,16 +117,18 @@ class WeightManager:
             label: name of the new weights; None keeps the label.
 
         Returns:
-            The stamp now in force.
+            The stamp now in force. The same call again, by a client whose answer was lost, gets the same answer.
 
         Raises:
             RollspanError: ``invalid_label`` (the update stays open), ``no_update_active``, or ``weights_invalid``
                 when parameters are missing, which drops the update.
         """
         new_label = self.label if label is None else check_label(label)
+        if self._staged is None and label is not None and new_label == self._last_finish:
+            return self.stamp
         staged = self._require_active()
         self._staged = None
-        new: dict[nn.Parameter, torch.Tensor] = {}
+        new: dict[torch.Tensor, torch.Tensor] = {}
         for name, tensor in staged.items():
             parameter = self._names[name]
             if parameter in new and not torch.equal(new[parameter], tensor):
@@ -136,6 +143,7 @@ class WeightManager:
             else:
                 parameter.data.copy_(tensor)  # addresses stay, for captured graphs
         self.label = new_label
+        self._last_finish = None if label is None else new_label
         self.commit += 1
         return self.stamp
 

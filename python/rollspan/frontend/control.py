@@ -18,6 +18,7 @@ from rollspan.frontend.answers import JsonAnswer, read_body
 from rollspan.frontend.metrics import CONTENT_TYPE
 from rollspan.frontend.state import FrontendState
 from rollspan.frontend.strict_json import parse_object
+from rollspan.sampling_params import check_neutral
 
 logger = logging.getLogger("rollspan.frontend")
 
@@ -109,6 +110,7 @@ class ControlRoutes:
     async def update_weights(self, request: Request) -> Response:
         """POST /update_weights"""
         body = await self._body(request)
+        check_neutral("weight_dir", body.get("weight_dir"), (None,))
         info = body.get("update_info")
         if info is None:
             raise _missing("update_info")

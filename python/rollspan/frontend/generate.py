@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from rollspan.admission import check_request_id
-from rollspan.errors import RollspanError
+from rollspan.errors import RollspanError, shown
 from rollspan.frontend import completion
 from rollspan.frontend.answers import ErrorAnswer, JsonAnswer, answer_headers, encode_json, internal_error, read_body
 from rollspan.frontend.schemas import GenerateRequest, parse_generate
@@ -184,7 +184,9 @@ async def _disconnected(receive: Receive) -> None:
 def _check_content_type(headers: Headers) -> None:
     value = headers.get("content-type")
     if value is not None and value.partition(";")[0].strip().lower() != "application/json":
-        raise RollspanError(f"Content-Type must be application/json, got {value[:64]}", reason="unsupported_media_type")
+        raise RollspanError(
+            f"Content-Type must be application/json, got {shown(value)}", reason="unsupported_media_type"
+        )
 
 
 def _header_request_id(headers: Headers) -> str | None:

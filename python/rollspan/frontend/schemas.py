@@ -16,7 +16,7 @@ from rollspan.admission import (
     check_request_id,
     check_token_ids,
 )
-from rollspan.errors import RollspanError, wrong_value
+from rollspan.errors import RollspanError, cut, wrong_value
 from rollspan.frontend.strict_json import parse_object
 from rollspan.protocol.messages import EngineHello
 from rollspan.sampling_params import PATH as SAMPLING
@@ -144,7 +144,9 @@ def check_model(model: str | None, served: str) -> None:
     """
     if model is not None and model != served:
         raise RollspanError(
-            f'model "{model}" does not exist; this server serves "{served}"', reason="model_not_found", param="model"
+            f'model "{cut(model)}" does not exist; this server serves "{served}"',
+            reason="model_not_found",
+            param="model",
         )
 
 
@@ -155,7 +157,9 @@ def refuse_unknown(names: tuple[str, ...]) -> None:
         RollspanError: ``unknown_field`` naming them all.
     """
     if names:
-        raise RollspanError(f"unknown fields: {', '.join(names)}", reason="unknown_field", param=names[0])
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        listed = ", ".join(map(cut, names[:20])) + more
+        raise RollspanError(f"unknown fields: {listed}", reason="unknown_field", param=cut(names[0]))
 
 
 def _token_ids(fields: dict[str, Any], hello: EngineHello) -> list[int]:

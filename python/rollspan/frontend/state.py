@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollspan.errors import RollspanError
+from rollspan.errors import RollspanError, shown
 from rollspan.frontend.metrics import Metrics
 from rollspan.protocol.messages import EngineHello
 
@@ -120,7 +120,7 @@ class FrontendState:
 
     def log_ignored(self, names: tuple[str, ...]) -> None:
         """Logs unknown field names, each once."""
-        for name in names:
+        for name in map(shown, names):
             if name not in self._logged_names and len(self._logged_names) < MAX_LOGGED_NAMES:
                 self._logged_names.add(name)
                 logger.info("ignoring unknown request field %s", name)

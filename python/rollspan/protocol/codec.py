@@ -246,20 +246,33 @@ def encode_utility_call(call: m.UtilityCall) -> bytes:
     return _pack((call.client_index, call.call_id, call.method, call.args))
 
 
+class CallRefusedError(DecodeError):
+    """A call that can be answered, though what it says cannot be read; ``call`` has no arguments."""
+
+    def __init__(self, call: m.UtilityCall, error: DecodeError) -> None:
+        super().__init__(error.reason, error.message)
+        self.call = call
+
+
 def decode_utility_call(payload: bytes) -> m.UtilityCall:
     """Reads UTILITY.
 
     Raises:
+        CallRefusedError: the arguments are not allowed; the caller can be told.
         DecodeError: the message is not well formed.
     """
     row = _array(_unpack(payload), "UTILITY", 4)
-    _shallow(row[4:], 1)
-    return m.UtilityCall(
+    call = m.UtilityCall(
         _int(row[0], "client_index", 0, U32),
         _int(row[1], "call_id", 0, U64),
         _text(row[2], "method"),
-        _shallow(_array(row[3], "args", 0), 2),
+        [],
     )
+    try:
+        _shallow(row[4:], 1)
+        return dataclasses.replace(call, args=_shallow(_array(row[3], "args", 0), 2))
+    except DecodeError as error:
+        raise CallRefusedError(call, error) from None
 
 
 # Outputs
@@ -503,7 +516,7 @@ def encode_client_hello(hello: m.ClientHello) -> bytes:
 
 def encode_engine_hello(hello: m.EngineHello) -> bytes:
     """ENGINE_HELLO."""
-    return _pack({"magic": m.MAGIC, **dataclasses.asdict(hello)})
+    return _pack({"magic": m.MAGIC, **dataclasses.asdict(hello)}, _LENIENT)
 
 
 def _check_hello(payload: bytes) -> tuple[dict[str, Any], tuple[int, int]]:

@@ -9,10 +9,13 @@ use serde_json::{Map, Value};
 use crate::error::{ApiError, Reason};
 use crate::neutral;
 use crate::sampling;
+use crate::shown::cut;
 use crate::token_ids::{Body, TokenIds};
 use crate::value::{boolean, check_request_id, integer, present, string};
 
 const STREAM_OPTIONS: [&str; 3] = ["include_usage", "continuous_usage_stats", "include_weight_versions"];
+/// So many unknown fields are named in an error.
+const UNKNOWN_LISTED: usize = 20;
 const CACHE_SALT_CHARACTERS: usize = 1024;
 
 /// Fields of the body that have an effect.
@@ -241,7 +244,7 @@ fn priority(fields: &Map<String, Value>) -> Result<i64, ApiError> {
 fn check_model(asked: Option<&str>, served: &str) -> Result<(), ApiError> {
     match asked {
         Some(name) if name != served => {
-            let message = format!("model \"{name}\" does not exist; this server serves \"{served}\"");
+            let message = format!("model \"{}\" does not exist; this server serves \"{served}\"", cut(name));
             Err(ApiError::new(Reason::ModelNotFound, message).with_param("model"))
         }
         _ => Ok(()),
@@ -278,8 +281,13 @@ fn refuse_unknown(names: &[String]) -> Result<(), ApiError> {
     match names.first() {
         None => Ok(()),
         Some(first) => {
-            let message = format!("unknown fields: {}", names.join(", "));
-            Err(ApiError::new(Reason::UnknownField, message).with_param(first.clone()))
+            let listed: Vec<String> = names.iter().take(UNKNOWN_LISTED).map(|name| cut(name)).collect();
+            let more = match names.len() - listed.len() {
+                0 => String::new(),
+                left => format!(" and {left} more"),
+            };
+            let message = format!("unknown fields: {}{more}", listed.join(", "));
+            Err(ApiError::new(Reason::UnknownField, message).with_param(cut(first)))
         }
     }
 }

@@ -11,9 +11,14 @@ const SHOWN_CHARACTERS: usize = 64;
 pub fn shown(value: &Value) -> String {
     let mut text = String::new();
     write_value(&mut text, value);
-    match text.char_indices().nth(SHOWN_CHARACTERS) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
+    cut(&text)
+}
+
+/// A client's text for an error message: at most 64 characters of it.
+pub(crate) fn cut(name: &str) -> String {
+    match name.char_indices().nth(SHOWN_CHARACTERS) {
+        Some((end, _)) => format!("{}...", &name[..end]),
+        None => name.to_owned(),
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rollspan_engine_client::EngineClient;
-use rollspan_generate::{ApiError, Reason, Served};
+use rollspan_generate::{ApiError, Reason, Served, shown};
+use serde_json::Value;
 use tokio::sync::watch;
 
 use crate::metrics::Metrics;
@@ -121,10 +122,10 @@ impl App {
             return;
         }
         let mut logged = self.logged_names.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in names {
-            if logged.len() < LOGGED_NAMES && !logged.contains(name) {
-                tracing::info!(field = name, "ignoring an unknown request field");
-                logged.insert(name.clone());
+        for name in names.iter().map(|name| shown(&Value::from(name.as_str()))) {
+            if logged.len() < LOGGED_NAMES && !logged.contains(&name) {
+                tracing::info!(field = %name, "ignoring an unknown request field");
+                logged.insert(name);
             }
         }
     }

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from engine.conftest import References
 from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
+from rollspan.engine.weights import WeightManager
+from rollspan.errors import RollspanError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -394,3 +397,28 @@ def test_a_broken_or_cut_file_fails_the_update(engine: Engine, root: Path, lengt
     (root / "second" / WEIGHTS).write_bytes(data[:length])
     assert fails(engine, {"path": "second"}).startswith(f"{WEIGHTS} cannot be read as safetensors: ")
     check(engine, before)
+
+
+class _WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("correction", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def test_persistent_buffers_are_weights_as_well(tmp_path: Path) -> None:
+    module = _WithBuffer()
+    manager = WeightManager(module, label=None, root=str(tmp_path))
+    for name, tensors in (("part", {"weight": torch.ones(2)}), ("all", module.state_dict())):
+        (tmp_path / name).mkdir()
+        save_file({key: torch.ones_like(tensor) for key, tensor in tensors.items()}, tmp_path / name / WEIGHTS)
+    manager.start()
+    manager.update({"path": "part"})
+    with pytest.raises(RollspanError, match="correction"):
+        manager.finish("part")
+    assert module.weight.tolist() == [0, 0]
+    manager.start()
+    manager.update({"path": "all"})
+    assert manager.finish("all") == ("all", 1)
+    assert (module.weight.tolist(), module.correction.tolist()) == ([1, 1], [1, 1, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,16 @@ def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
         raise _invalid("weight updates from disk are off: start the server with --weights-root DIR")
     try:
         base = root.resolve(strict=True)
-        directory = (base / path).resolve(strict=True)
+        directory = (base / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise _invalid(f"{PARAM} {shown(path)} cannot be found: {type(error).__name__}") from None
     if not directory.is_relative_to(base):
-        raise _invalid(f"{PARAM} {shown(path)} is outside --weights-root {base}")
-    if not directory.is_dir():
+        raise _invalid(f"{PARAM} {shown(path)} is outside --weights-root")
+    try:  # of what lies outside the root, it is nobody's business whether it exists
+        found = stat.S_ISDIR(directory.stat().st_mode)
+    except OSError as error:
+        raise _invalid(f"{PARAM} {shown(path)} cannot be found: {type(error).__name__}") from None
+    if not found:
         raise _invalid(f"{PARAM} {shown(path)} is no directory")
     return directory
 
@@ -57,6 +62,7 @@ def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | No
     base = root.resolve()
     index = directory / INDEX
     weight_map: dict[str, str] | None = None
+    names: list[Any]
     if index.is_file():
         if not index.resolve().is_relative_to(base):
             raise _invalid(f"{index} leads outside --weights-root")

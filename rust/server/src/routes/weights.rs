@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
-use rollspan_generate::{ApiError, Reason, check_label};
+use rollspan_generate::{ApiError, Reason, check_label, shown};
 use serde_json::{Value, json};
 
 use crate::answer::Failure;
@@ -12,6 +12,7 @@ use crate::app::App;
 use crate::control::Control;
 
 const UPDATE_INFO: &str = "update_info";
+const WEIGHT_DIR: &str = "weight_dir";
 const WEIGHT_VERSION: &str = "weight_version";
 const WEIGHT_COMMIT: &str = "weight_commit";
 const NEW_VERSION: &str = "new_version";
@@ -27,6 +28,10 @@ pub(super) async fn start(State(app): State<Arc<App>>, request: Request) -> Resu
 /// POST `/update_weights`
 pub(super) async fn update(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
+    if let Some(directory) = control.field(WEIGHT_DIR) {
+        let message = format!("{WEIGHT_DIR} is not supported yet: leave it out or send null, got {}", shown(directory));
+        return Err(ApiError::new(Reason::UnsupportedField, message).with_param(WEIGHT_DIR).into());
+    }
     let given = control.required(UPDATE_INFO)?;
     let info = match given {
         Value::Array(items) if items.len() == 1 => &items[0],
