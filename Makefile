@@ -97,7 +97,7 @@ $(VENV)/complete: requirements-dev.lock | $(UV)
 	@$(UV) venv --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
 	@mkdir -p $(TARGET)
 	@echo "$(CURDIR)" | tee $(VENV)/checkout > $(TARGET)/checkout
-	@$(UV) pip sync --python $(VENV)/bin/python --require-hashes requirements-dev.lock
+	@$(UV) pip sync --python $(VENV)/bin/python --compile-bytecode --require-hashes requirements-dev.lock
 	@touch $@
 
 $(CACHE)/uv/bin/uv:
