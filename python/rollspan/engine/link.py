@@ -88,6 +88,9 @@ class Link:
         except FramingError as error:
             logger.error("link %d: %s", self.index, error)
             self.abandon()
+        except Exception:  # a frontend that waits for a message which cannot be encoded must not wait for ever
+            logger.exception("link %d: a message cannot be sent", self.index)
+            self.abandon()
 
 
 _ENCODERS: dict[FrameKind, Callable[[Any], bytes]] = {

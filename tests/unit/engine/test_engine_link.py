@@ -182,3 +182,9 @@ def test_a_text_that_no_utf_8_can_hold_is_sent_all_the_same(pair: Pair) -> None:
     sent = codec.decode_outputs([pair.read()[0][1]]).utility_output
     assert sent is not None
     assert sent.failure == "broken file name \\udcff"
+
+
+def test_a_message_that_cannot_be_encoded_ends_the_link_instead_of_leaving_the_frontend_to_wait(pair: Pair) -> None:
+    pair.link.send(FrameKind.OUTPUTS, m.EngineCoreOutputs(scheduler_stats={"no": object()}))
+    assert pair.read() == []
+    assert pair.hear() is None
