@@ -11,7 +11,8 @@ from typing import Any
 
 from rollspan.errors import RollspanError, wrong_value
 from rollspan.protocol.messages import EngineCoreRequest, EngineHello, Limits
-from rollspan.sampling_params import MAX_INT64, SamplingParams, is_int
+from rollspan.sampling_params import SamplingParams
+from rollspan.sampling_rules import MAX_INT64, is_int
 
 MAX_REQUEST_ID_CHARACTERS = 256
 MAX_CACHE_SALT_CHARACTERS = 1024

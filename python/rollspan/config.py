@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollspan.errors import RollspanError, check_label, shown
-from rollspan.sampling_params import is_int
+from rollspan.sampling_rules import is_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")

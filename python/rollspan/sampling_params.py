@@ -1,20 +1,31 @@
-"""SamplingParams: how one request is sampled, validated on construction; and the rules of each of its fields."""
+"""SamplingParams: how one request is sampled, validated on construction."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from rollspan.errors import RollspanError, shown, wrong_value
-
-MAX_N = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_INT64 = 2**63 - 1
-PATH = "sampling_params"
+from rollspan.errors import wrong_value
+from rollspan.sampling_rules import (
+    MAX_INT64,
+    MAX_STOP_TOKEN_IDS,
+    NEUTRAL,
+    PATH,
+    RULES,
+    STRUCTURE_OPTIONS,
+    STRUCTURES,
+    TEXT_RULES,
+    check_bad_words,
+    check_logprobs,
+    check_neutral,
+    check_token_list,
+    is_int,
+    read_logit_bias,
+    read_structured_outputs,
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -23,96 +34,6 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-def is_int(value: Any, low: int, high: int) -> bool:
-    """True for an integer (no bool, no float) from ``low`` to ``high``."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def is_number(value: Any) -> bool:
-    """True for a finite int or float that is no bool."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**1000
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What one field may be: the words for the error message and the check itself. ``null`` means the default."""
-
-    allowed: str
-    check: Callable[[Any], bool]
-
-
-_BOOLEAN = Rule("true or false", lambda v: isinstance(v, bool))
-
-#: Fields with an effect, in the order in which they are checked.
-RULES: dict[str, Rule] = {
-    "n": Rule(f"an integer from 1 to {MAX_N}", lambda v: is_int(v, 1, MAX_N)),
-    "temperature": Rule("a number from 0 to 2", lambda v: is_number(v) and 0 <= v <= 2),
-    "top_p": Rule("a number above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1),
-    "top_k": Rule("an integer of at least -1", lambda v: is_int(v, -1, MAX_INT64)),
-    "seed": Rule(f"an integer from -1 to {MAX_INT64}", lambda v: is_int(v, -1, MAX_INT64)),
-    "max_tokens": Rule("an integer of at least 1", lambda v: is_int(v, 1, MAX_INT64)),
-    "min_tokens": Rule("an integer from 0 to max_tokens", lambda v: is_int(v, 0, MAX_INT64)),
-    "stop_token_ids": Rule("", lambda v: True),  # checked by _check_stop_token_ids: its words need the vocabulary
-    "ignore_eos": _BOOLEAN,
-    "logprobs": Rule("", lambda v: True),  # checked by _check_logprobs: its words need --max-logprobs
-}
-
-#: Fields about text: type checked, without effect because token ids come out.
-TEXT_RULES: dict[str, Rule] = {
-    "detokenize": _BOOLEAN,
-    "skip_special_tokens": _BOOLEAN,
-    "spaces_between_special_tokens": _BOOLEAN,
-    "include_stop_str_in_output": _BOOLEAN,
-    "skip_reading_prefix_cache": _BOOLEAN,
-    "routed_experts_prompt_start": Rule("an integer of at least 0", lambda v: is_int(v, 0, MAX_INT64)),
-}
-
-#: Known fields that are not implemented: the values that change nothing, the first one shown in the message.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "stop": (None, "", []),
-    "bad_words": (None, []),
-    "logit_bias": (None, {}),
-    "extra_args": (None, {}),
-    "watermarking": (None, False),
-    "flat_logprobs": (False,),
-    "stream_interval": (None, 1),
-    "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "logprob_token_ids": (None,),
-    "prompt_logprob_token_ids": (None,),
-    "prompt_logprob_start": (None,),
-    "trace_decode_token_ids": (None,),
-}
-
-
-def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Refuses a known but unimplemented field unless its value changes nothing.
-
-    Raises:
-        RollspanError: ``unsupported_field`` naming ``path`` and the neutral value.
-    """
-    if value is None:
-        return
-    for allowed in neutral:
-        numeric = is_number(value) and is_number(allowed)
-        if value == allowed and (numeric or type(value) is type(allowed)):
-            return
-    raise RollspanError(
-        f"{path} is not supported yet: leave it out or send {shown(neutral[0])}, got {shown(value)}",
-        reason="unsupported_field",
-        param=path,
-    )
 
 
 @dataclass(frozen=True)
@@ -130,9 +51,22 @@ class SamplingParams:
         stop_token_ids: tokens that end the output; they are part of it.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none, 0 for the sampled token's, k for the top k besides, -1 for the whole vocabulary.
+        min_p: tokens less probable than this share of the most probable one's are dropped; 0 is off.
+        presence_penalty: taken from the logit of each token that is in the output already.
+        frequency_penalty: the same, once for each time it is in the output.
+        repetition_penalty: logits of tokens in prompt or output are divided by it (multiplied where negative).
+        prompt_logprobs: as logprobs, for the tokens of the prompt after its first.
+        logit_bias: token id -> what is added to its logit.
+        allowed_token_ids: the only tokens that may be sampled; None for all.
+        bad_words: words that the output never holds; the engine needs the model's tokenizer.json for them.
+        structured_outputs: ``{"json": schema}`` or one of regex, choice, grammar, json_object, structural_tag.
+        skip_reading_prefix_cache: compute the whole prompt; None is True with prompt_logprobs only.
+        routed_experts: return which experts of a mixture-of-experts model each token was routed to.
+        routed_experts_prompt_start: first prompt token of them.
         output_kind: what each RequestOutput holds (Python API).
         eos_token_id: set by :meth:`resolve`; None when EOS does not end the output.
         all_stop_token_ids: set by :meth:`resolve`; masked until min_tokens.
+        bad_words_token_ids: bad words as token ids, from a caller that has tokenized them.
 
     Raises:
         RollspanError: ``invalid_request`` naming the field and what is allowed.
@@ -148,31 +82,50 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    routed_experts: bool = False
+    routed_experts_prompt_start: int = 0
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     eos_token_id: int | None = None
     all_stop_token_ids: tuple[int, ...] = field(default=(), repr=False)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
             value = getattr(self, name)
-            if value is None and name in ("seed", "max_tokens", "logprobs"):
-                continue
-            if not rule.check(value):
+            if (value is not None or name not in _OPTIONAL) and not rule.check(value):
                 raise wrong_value(f"{PATH}.{name}", rule.allowed, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise wrong_value(f"{PATH}.min_tokens", RULES["min_tokens"].allowed, self.min_tokens)
-        ids: Any = self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(is_int(token, 0, 2**32 - 1) for token in ids):
-            raise wrong_value(f"{PATH}.stop_token_ids", "a list of token ids", self.stop_token_ids)
-        if self.logprobs is not None and not is_int(self.logprobs, -1, MAX_INT64):
-            raise wrong_value(f"{PATH}.logprobs", "an integer of at least -1", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not is_int(count, -1, MAX_INT64):
+                raise wrong_value(f"{PATH}.{name}", "an integer of at least -1", count)
         if not is_int(self.output_kind, 0, 2):
             raise wrong_value(f"{PATH}.output_kind", "0, 1 or 2", self.output_kind)
-        object.__setattr__(self, "temperature", float(self.temperature))
-        object.__setattr__(self, "top_p", float(self.top_p))
-        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
+        check_bad_words(self.bad_words)
+        normal: dict[str, Any] = {name: float(getattr(self, name)) for name in _FLOATS}
+        normal["seed"] = None if self.seed == -1 else self.seed
+        normal["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        normal["output_kind"] = RequestOutputKind(self.output_kind)
+        normal["bad_words"] = tuple(self.bad_words)
+        if self.logit_bias is not None:
+            normal["logit_bias"] = read_logit_bias(self.logit_bias, 2**32)
+        if self.allowed_token_ids is not None:
+            normal["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.structured_outputs is not None:
+            normal["structured_outputs"] = read_structured_outputs(self.structured_outputs)
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -188,7 +141,7 @@ class SamplingParams:
         Args:
             mapping: the object as the client sent it.
             vocab_size: number of token ids of the model.
-            max_logprobs: largest ``logprobs`` allowed.
+            max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` allowed.
 
         Returns:
             The parameters, and the names of unknown keys (sorted), which have no effect.
@@ -205,10 +158,7 @@ class SamplingParams:
                 raise wrong_value(f"{PATH}.{name}", rule.allowed, value)
             if name == "min_tokens" and value > values.get("max_tokens", value):
                 raise wrong_value(f"{PATH}.{name}", rule.allowed, value)
-            if name == "stop_token_ids":
-                _check_stop_token_ids(value, vocab_size)
-            if name == "logprobs":
-                _check_logprobs(value, vocab_size, max_logprobs)
+            _check_value(name, value, vocab_size, max_logprobs)
             values[name] = value
         for name, rule in TEXT_RULES.items():
             value = mapping.get(name)
@@ -217,17 +167,20 @@ class SamplingParams:
         for name, neutral in NEUTRAL.items():
             check_neutral(f"{PATH}.{name}", mapping.get(name), neutral)
         known = RULES.keys() | TEXT_RULES.keys() | NEUTRAL.keys()
-        return cls(**values), sorted(key for key in mapping if key not in known)
+        structures = values.get("structured_outputs", {}).keys() - STRUCTURES.keys() - STRUCTURE_OPTIONS.keys()
+        unknown = [key for key in mapping if key not in known] + [f"structured_outputs.{key}" for key in structures]
+        return cls(**values), sorted(unknown)
 
     def check_model(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Checks what depends on the model: stop token ids, logprobs, and that min_tokens leaves a token to sample.
+        """Checks what depends on the model: token ids, log-probs, and that min_tokens leaves a token to sample.
 
         Raises:
             RollspanError: ``invalid_request`` naming the field.
         """
-        _check_stop_token_ids(list(self.stop_token_ids), vocab_size)
-        if self.logprobs is not None:
-            _check_logprobs(self.logprobs, vocab_size, max_logprobs)
+        for name in RULES:
+            value = getattr(self, name)
+            if value is not None:
+                _check_value(name, list(value) if isinstance(value, tuple) else value, vocab_size, max_logprobs)
         if self.min_tokens and len({token for token in self.all_stop_token_ids if token < vocab_size}) == vocab_size:
             raise wrong_value(f"{PATH}.min_tokens", "0 where every token ends the output", self.min_tokens)
 
@@ -271,12 +224,14 @@ class SamplingParams:
             value = getattr(self, name)
             if value != default:
                 wire[name] = list(value) if isinstance(value, tuple) else value
+        if self.output_kind != RequestOutputKind.CUMULATIVE:
+            wire["output_kind"] = int(self.output_kind)
         if self.eos_token_id is not None:
             wire["_eos_token_id"] = self.eos_token_id
         if self.all_stop_token_ids:
             wire["_all_stop_token_ids"] = list(self.all_stop_token_ids)
-        if self.output_kind != RequestOutputKind.CUMULATIVE:
-            wire["output_kind"] = int(self.output_kind)
+        if self.bad_words_token_ids:
+            wire["_bad_words_token_ids"] = [list(ids) for ids in self.bad_words_token_ids]
         return wire
 
     @classmethod
@@ -291,44 +246,49 @@ class SamplingParams:
             if name != "watermarking":  # vLLM's Rust frontend always sends true: "if the engine is set up for it"
                 check_neutral(f"{PATH}.{name}", wire.get(name), neutral)
         values = {name: wire.get(name, default) for name, default in _WIRE_DEFAULTS.items()}
-        stops = wire.get("_all_stop_token_ids") or ()
-        for name, ids in (("stop_token_ids", values["stop_token_ids"] or ()), ("_all_stop_token_ids", stops)):
-            if not isinstance(ids, (list, tuple)) or not all(is_int(token, 0, 2**32 - 1) for token in ids):
-                raise wrong_value(f"{PATH}.{name}", "a list of token ids", ids)
-        values["stop_token_ids"] = tuple(values["stop_token_ids"] or ())
+        for name in ("stop_token_ids", "bad_words"):
+            values[name] = values[name] or ()
         eos = wire.get("_eos_token_id")
         if eos is not None and not is_int(eos, 0, 2**32 - 1):
             raise wrong_value(f"{PATH}._eos_token_id", "a token id", eos)
-        kind = wire.get("output_kind", RequestOutputKind.CUMULATIVE)
-        return cls(**values, output_kind=kind, eos_token_id=eos, all_stop_token_ids=tuple(stops))
+        bad_words: Any = wire.get("_bad_words_token_ids") or ()
+        if not isinstance(bad_words, (list, tuple)) or not all(bad_words):
+            raise wrong_value(f"{PATH}._bad_words_token_ids", "a list of lists of token ids", bad_words)
+        return cls(
+            **values,
+            output_kind=wire.get("output_kind", RequestOutputKind.CUMULATIVE),
+            eos_token_id=eos,
+            all_stop_token_ids=_token_ids("_all_stop_token_ids", wire.get("_all_stop_token_ids") or ()),
+            bad_words_token_ids=tuple(_token_ids("_bad_words_token_ids", ids) for ids in bad_words),
+        )
 
 
+_OPTIONAL = {"seed", "max_tokens", "skip_reading_prefix_cache"}
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _WIRE_DEFAULTS: dict[str, Any] = {
-    "n": 1,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "seed": None,
-    "max_tokens": 16,
-    "min_tokens": 0,
-    "stop_token_ids": (),
-    "ignore_eos": False,
-    "logprobs": None,
+    name.name: 16 if name.name == "max_tokens" else name.default
+    for name in dataclasses.fields(SamplingParams)
+    if name.name in RULES
 }
 
 
-def _check_stop_token_ids(value: Any, vocab_size: int) -> None:
-    path = f"{PATH}.stop_token_ids"
-    allowed = f"a list of at most {MAX_STOP_TOKEN_IDS} integers from 0 to {vocab_size - 1}"
-    if not isinstance(value, list) or len(value) > MAX_STOP_TOKEN_IDS:
-        raise wrong_value(path, allowed, value)
-    for index, token in enumerate(value):
-        if not is_int(token, 0, vocab_size - 1):
-            raise wrong_value(path, allowed, token, index)
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(is_int(token, 0, 2**32 - 1) for token in value):
+        raise wrong_value(f"{PATH}.{name}", "a list of token ids", value)
+    return tuple(value)
 
 
-def _check_logprobs(value: Any, vocab_size: int, max_logprobs: int) -> None:
-    allowed = f"an integer from -1 to {max_logprobs}"
-    if not is_int(value, -1, max_logprobs) or (value == -1 and vocab_size > max_logprobs):
-        suffix = "" if value != -1 else f" (-1 needs a vocabulary of at most {max_logprobs})"
-        raise wrong_value(f"{PATH}.logprobs", allowed + suffix, value)
+def _check_value(name: str, value: Any, vocab_size: int, max_logprobs: int) -> None:
+    """The checks that `RULES` leaves open, as their words need the model or name an element."""
+    if name == "stop_token_ids":
+        check_token_list(name, value, vocab_size, MAX_STOP_TOKEN_IDS)
+    elif name == "allowed_token_ids":
+        check_token_list(name, value, vocab_size)
+    elif name in ("logprobs", "prompt_logprobs"):
+        check_logprobs(name, value, vocab_size, max_logprobs)
+    elif name == "logit_bias":
+        read_logit_bias(value, vocab_size)
+    elif name == "bad_words":
+        check_bad_words(value)
+    elif name == "structured_outputs":
+        read_structured_outputs(value)

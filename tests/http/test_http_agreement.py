@@ -15,7 +15,8 @@ from frontend_process import GENERATE
 from scripted_frontend import FRONTENDS, Mocked, MockFactory
 
 from rollspan.protocol.messages import EngineCoreRequest
-from rollspan.sampling_params import NEUTRAL, RULES, TEXT_RULES, RequestOutputKind
+from rollspan.sampling_params import RequestOutputKind
+from rollspan.sampling_rules import NEUTRAL, RULES, TEXT_RULES
 
 pytestmark = pytest.mark.skipif(len(FRONTENDS) < 2, reason="one frontend agrees with itself")
 

@@ -18,7 +18,7 @@ from rollspan.frontend.answers import JsonAnswer, read_body
 from rollspan.frontend.metrics import CONTENT_TYPE
 from rollspan.frontend.state import FrontendState
 from rollspan.frontend.strict_json import parse_object
-from rollspan.sampling_params import check_neutral
+from rollspan.sampling_rules import check_neutral
 
 logger = logging.getLogger("rollspan.frontend")
 

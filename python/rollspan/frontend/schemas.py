@@ -19,8 +19,9 @@ from rollspan.admission import (
 from rollspan.errors import RollspanError, cut, wrong_value
 from rollspan.frontend.strict_json import parse_object
 from rollspan.protocol.messages import EngineHello
-from rollspan.sampling_params import PATH as SAMPLING
-from rollspan.sampling_params import SamplingParams, check_neutral, is_int
+from rollspan.sampling_params import SamplingParams
+from rollspan.sampling_rules import PATH as SAMPLING
+from rollspan.sampling_rules import check_neutral, is_int
 
 BOOLEAN_ALLOWED = "true or false"
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_weight_versions")

@@ -88,6 +88,10 @@ class EngineCoreOutput:
         stop_reason: the stop token id that ended the output, None for EOS.
         error: set with ``FinishReason.ERROR``.
         admission: (label, commit number) when the request entered the scheduler; on the first and last output.
+        new_prompt_logprobs: of prompt tokens 1..n-1 (row i is about token i + 1; column 0 is that token), whole, with
+            the output that follows the last piece of the prompt.
+        routed_experts: integers ``[tokens, layers, top_k]``: experts of prompt and output tokens but the last, from
+            ``routed_experts_prompt_start``; on the terminal output.
     """
 
     request_id: str
@@ -98,6 +102,8 @@ class EngineCoreOutput:
     prefill_stats: dict[str, Any] | None = None
     error: EngineError | None = None
     admission: tuple[str, int] | None = None
+    new_prompt_logprobs: LogprobsLists | None = None
+    routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
 
 @dataclass

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rollspan.errors import RollspanError
-from rollspan.sampling_params import MAX_INT64, RequestOutputKind, SamplingParams
+from rollspan.sampling_params import RequestOutputKind, SamplingParams
+from rollspan.sampling_rules import MAX_INT64
 
 NAN, INFINITY = float("nan"), float("inf")
 
