@@ -1,4 +1,4 @@
-"""The Rust decoder and span builder. Absent where the package was installed without its extension module."""
+"""The Rust decoder, span builder and compute kernels. Absent where the package was installed without its extension module."""
 
 from collections.abc import Sequence
 from typing import final
@@ -6,7 +6,15 @@ from typing import final
 from rollspan.protocol.messages import EngineCoreOutputs
 from rollspan.spans import CommitSpan, VersionSpan
 
-__all__ = ["SpanBuilder", "__version__", "decode_outputs"]
+__all__ = [
+    "SpanBuilder",
+    "__version__",
+    "decode_outputs",
+    "kernel_isa",
+    "kernel_threads",
+    "set_kernel_isa",
+    "set_kernel_threads",
+]
 
 __version__: str
 
@@ -16,6 +24,22 @@ def decode_outputs(frames: Sequence[bytes]) -> EngineCoreOutputs:
     Raises:
         rollspan.protocol.codec.DecodeError: the message is not well formed.
     """
+
+def kernel_isa() -> str:
+    """The instruction set that kernels run with: ``avx512``, ``avx2`` or ``portable``."""
+
+def set_kernel_isa(name: str) -> None:
+    """Uses another one; results have the same bits.
+
+    Raises:
+        ValueError: there is no such instruction set, or the CPU lacks it.
+    """
+
+def kernel_threads() -> int:
+    """Threads that a kernel call may use, the calling one included."""
+
+def set_kernel_threads(threads: int) -> None:
+    """Changes it (0 counts as 1); waits for a running kernel."""
 
 @final
 class SpanBuilder:

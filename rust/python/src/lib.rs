@@ -1,9 +1,10 @@
-//! `rollspan._native`: the decoder and the span builder of the Rust frontend, for Python.
+//! `rollspan._native`: the decoder and the span builder of the Rust frontend, and the compute kernels, for Python.
 //!
 //! Everything here has a twin in pure Python, which is its definition; the package works without this module.
 
 mod codec;
 mod detached;
+mod kernels;
 mod spans;
 
 use pyo3::prelude::*;
@@ -13,6 +14,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::codec::decode_outputs;
+    #[pymodule_export]
+    use crate::kernels::{kernel_isa, kernel_threads, set_kernel_isa, set_kernel_threads};
     #[pymodule_export]
     use crate::spans::SpanBuilder;
 

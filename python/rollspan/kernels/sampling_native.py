@@ -1,0 +1,90 @@
+"""The extension's sampler: one call for all rows of a batch, without Python's lock, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollspan.kernels.sampling_torch import ROW, Rows, SampleResult
+
+try:
+    from rollspan import _native
+
+    _sample_rows, _score_rows = _native.sample_rows, _native.score_rows
+except (ImportError, AttributeError):  # not built, or built without the kernels: torch does it
+    _sample_rows = _score_rows = None
+
+#: Element types as the extension numbers them.
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def takes(logits: Tensor) -> bool:
+    """True when the extension is there and can read these logits where they are."""
+    return (
+        _sample_rows is not None
+        and logits.device.type == "cpu"
+        and logits.dtype in _KINDS
+        and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    )
+
+
+def sample_rows(
+    logits: Tensor,
+    rows: Rows,
+    edited: tuple[npt.NDArray[np.intp], Tensor] | None,
+    result: SampleResult,
+    *,
+    raw_logprobs: bool,
+) -> None:
+    """Fills ``result``; arguments are those of :func:`rollspan.kernels.sampling.sample`."""
+    _point(rows, "scores", logits)
+    if edited is not None:
+        index, replaced = edited
+        mine = rows[index]
+        _point(mine, "scores", replaced)
+        rows["scores"][index], rows["scores_kind"][index] = mine["scores"], mine["scores_kind"]
+    if raw_logprobs:
+        _point(rows, "reported", logits)
+    else:
+        rows["reported"], rows["reported_kind"] = rows["scores"], rows["scores_kind"]
+    _sample_rows(
+        _address(rows),
+        len(rows),
+        logits.shape[1],
+        _address(result.outcomes),
+        _address(result.ids),
+        _address(result.logprobs),
+        result.ids.shape[1],
+        raw_logprobs,
+        torch.get_num_threads(),
+    )
+
+
+def score_rows(logits: Tensor, num_top: int, result: SampleResult) -> None:
+    """Fills in log-probs, ranks and best tokens of the ids in ``result``."""
+    rows = np.zeros(len(logits), ROW)
+    rows["num_top"] = num_top
+    _point(rows, "reported", logits)
+    _score_rows(
+        _address(rows),
+        len(rows),
+        logits.shape[1],
+        _address(result.outcomes),
+        _address(result.ids),
+        _address(result.logprobs),
+        result.ids.shape[1],
+        torch.get_num_threads(),
+    )
+
+
+def _point(rows: Rows, name: str, values: Tensor) -> None:
+    stride = values.stride(0) * values.element_size()
+    rows[name] = np.arange(len(rows), dtype=np.uint64) * np.uint64(stride) + np.uint64(values.data_ptr())
+    rows[name + "_kind"] = _KINDS[values.dtype]
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

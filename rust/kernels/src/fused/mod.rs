@@ -1,0 +1,1 @@
+//! Fused elementwise operations of the forward pass.
