@@ -1,0 +1,163 @@
+"""The model's forward pass, captured once at load as a flat function: no module calls and no dispatch between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rollspan.kernels import passes
+from rollspan.kernels.program import Program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("rollspan.engine")
+
+#: Rows and sampled rows of the trace: primes that no model has as a size, so that one baked in would show.
+_ROWS, _SAMPLED = 1021, 509
+
+_library = torch.library.Library("rollspan", "DEF")
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scale, int sliding_window, float softcap, "
+    "Tensor? sinks) -> Tensor"
+)
+
+
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+_library.impl("attend", _attend_shape, "Meta")
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What may be done to the captured forward.
+
+    Attributes:
+        exact: only what keeps every bit of the eager forward.
+        fusions: names of the fusions that run when not exact, of :data:`rollspan.kernels.passes.FUSIONS`.
+        linear: replaces every ``linear(input, weight, bias)`` whose weight it accepts (returns not None), for the
+            batch-invariant mode; called with the weight at capture.
+    """
+
+    exact: bool = False
+    fusions: frozenset[str] = field(default_factory=lambda: frozenset(passes.FUSIONS))
+    linear: Callable[[torch.Tensor], Callable[..., torch.Tensor] | None] | None = None
+
+
+class CapturedForward:
+    """``forward(input_ids [1, T], positions [1, T], sample_rows [S]) -> logits [S, vocabulary]``.
+
+    Attributes:
+        derived_bytes: memory of the repacked copies of weights.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.forward = program.forward
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
+        return self.forward(input_ids, positions, sample_rows)  # type: ignore[no-any-return]
+
+    @property
+    def derived_bytes(self) -> int:
+        return 0
+
+    def after_commit(self) -> None:
+        """Repacks what is derived from the parameters; to be called after they changed, before the next step."""
+
+
+def capture(model: PreTrainedModel, context: Any, options: CaptureOptions | None = None) -> CapturedForward | None:
+    """Traces the model's forward with symbolic rows and turns it into a function.
+
+    Args:
+        model: on the CPU, in evaluation mode, with the engine's attention selected.
+        context: the forward's ``rollspan_step``; its attribute ``tracing`` is set for the time of the trace, its
+            method ``attend`` is what the function calls, with the arguments of ``torch.ops.rollspan.attend``.
+        options: defaults to all passes.
+
+    Returns:
+        The function, or None where the model cannot be captured: its own forward has to be called then.
+    """
+    options = options or CaptureOptions()
+    try:
+        context.tracing = True
+        try:
+            traced = _trace(model, context)
+        finally:
+            context.tracing = False
+        return _compile(traced, model, context, options)
+    except Exception as error:  # noqa: BLE001 (model code and the tracer may raise anything)
+        text = " ".join(str(error).split())[:200]
+        logger.info("%s runs uncaptured: %s: %s", type(model).__name__, type(error).__name__, text)
+        return None
+
+
+def _trace(model: PreTrainedModel, context: Any) -> fx.GraphModule:
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
+        output = model(
+            input_ids=input_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            rollspan_step=context,
+        )
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    rows = torch.zeros((1, _ROWS), dtype=torch.int64)
+    with torch.no_grad():
+        return make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True)(
+            rows, rows.clone(), torch.zeros(_SAMPLED, dtype=torch.int64)
+        )
+
+
+def _compile(traced: fx.GraphModule, model: PreTrainedModel, context: Any, options: CaptureOptions) -> CapturedForward:
+    graph = traced.graph
+    _check_symbolic(traced)
+    attributes = _weights(traced, model)
+    for node in graph.nodes:
+        if node.target is torch.ops.rollspan.attend.default:
+            node.target = context.attend
+    passes.simplify(graph)
+    return CapturedForward(Program(graph, attributes))
+
+
+def _check_symbolic(traced: fx.GraphModule) -> None:
+    """Refuses a trace that holds only for some numbers of rows.
+
+    Raises:
+        ValueError: a number of rows was baked in, or decided a branch.
+    """
+    guards = getattr(getattr(traced, "shape_env", None), "guards", ())
+    if guards:
+        raise ValueError(f"its code branches on the number of rows: {guards[0].expr}")
+    for node in traced.graph.nodes:
+        for argument in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
+            if type(argument) is int and argument in (_ROWS, _SAMPLED):
+                raise ValueError(f"its code has the number of rows as a constant, in {node.target}")
+
+
+def _weights(traced: fx.GraphModule, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that the trace refers to, by name of the attribute.
+
+    Raises:
+        ValueError: one of them shares memory with a weight without being it: it would not follow an update.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    known = {id(weight) for weight in weights}
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    attributes: dict[str, torch.Tensor] = {}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(traced, str(node.target))
+            if id(tensor) not in known and tensor.untyped_storage().data_ptr() in storages:
+                raise ValueError(f"its code keeps an alias of a weight, {list(tensor.shape)}")
+            attributes[str(node.target)] = tensor
+    return attributes
