@@ -248,6 +248,7 @@ async fn scheduler_stats_become_the_status() {
         kv_cache_usage: 0.5,
         step_counter: 9,
         paused: Some(true),
+        prefix_cache_stats: None,
     };
     link.send(&mock::stats("step-7", 7, counts)).await;
     let engine = async {

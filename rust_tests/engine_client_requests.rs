@@ -200,7 +200,12 @@ async fn a_failed_choice_fails_the_request_and_aborts_its_siblings() {
     let mut stream = client.submit(submission("a", 2, Delivery::EachStep)).unwrap();
     link.request().await;
     link.request().await;
-    let error = EngineError { code: "engine_paused".to_owned(), message: "paused".to_owned(), retryable: true };
+    let error = EngineError {
+        code: "engine_paused".to_owned(),
+        message: "paused".to_owned(),
+        retryable: true,
+        ..EngineError::default()
+    };
     let failed = EngineCoreOutput { error: Some(error.clone()), ..finished("1_a", &[], FinishReason::Error) };
     link.send(&step("v", 1, vec![tokens("0_a", &[5]), failed])).await;
     assert_eq!(link.aborted().await, ["0_a"]);

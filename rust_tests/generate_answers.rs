@@ -226,7 +226,7 @@ fn the_root_stamp_is_null_where_the_sequences_differ() {
 #[test]
 fn failures_of_the_engine_keep_their_reason() {
     let failure = |code: &str| {
-        let error = EngineError { code: code.into(), message: "words".into(), retryable: false };
+        let error = EngineError { code: code.into(), message: "words".into(), ..EngineError::default() };
         let output = EngineCoreOutput { finish_reason: Some(FinishReason::Error), error: Some(error), ..tokens(&[]) };
         Choice::new(0, false).push(output, None, None).unwrap_err()
     };

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use rollspan_protocol::{
     Admission, Batch, Body, ClientHello, Dead, DecodeErrorKind, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest,
     EngineError, EngineHello, FinishReason, FrameError, FrameHeader, FrameKind, Limits, LogprobsLists, MAX_FRAME_BYTES,
-    ModelFacts, PrefillStats, SamplingParams, SchedulerStats, StopReason, UtilityFailure, UtilityOutput,
-    UtilityRequest, VERSION, decode_abort, decode_outputs, encode_abort, encode_frame, recover_request_ids,
+    ModelFacts, PrefillStats, PrefixCacheStats, RoutedExperts, SamplingParams, SchedulerStats, StopReason,
+    StructuredOutputs, UtilityFailure, UtilityOutput, UtilityRequest, VERSION, decode_abort, decode_outputs,
+    encode_abort, encode_frame, recover_request_ids,
 };
 use serde_json::json;
 
@@ -48,12 +49,25 @@ fn every_family_of_outputs_survives_a_round_trip() {
         stop_reason: Some(StopReason::Text("stale_weights".into())),
         prefill_stats: Some(PrefillStats { num_prompt_tokens: 3, num_computed_tokens: 2, num_cached_tokens: 1 }),
         num_nans_in_logits: 4,
-        error: Some(EngineError { code: "nan_logits".into(), message: "NaN".into(), retryable: true }),
+        error: Some(EngineError {
+            code: "nan_logits".into(),
+            message: "NaN".into(),
+            retryable: true,
+            param: Some("p".into()),
+            reason: Some("invalid_request".into()),
+        }),
+        new_prompt_logprobs: Some(Box::new(LogprobsLists { cumulative: None, ..logprobs() })),
+        routed_experts: RoutedExperts::new("<i2", [1, 2, 1], vec![0, 1, 2, 3]).map(Box::new),
         admission: Some(Admission { weight_version: "v6".into(), weight_commit: u64::MAX }),
         ..output("r1")
     };
-    let stats =
-        SchedulerStats { num_running_reqs: 1, kv_cache_usage: 0.5, paused: Some(true), ..SchedulerStats::default() };
+    let stats = SchedulerStats {
+        num_running_reqs: 1,
+        kv_cache_usage: 0.5,
+        prefix_cache_stats: Some(PrefixCacheStats { queries: 4, hits: 2, ..PrefixCacheStats::default() }),
+        paused: Some(true),
+        ..SchedulerStats::default()
+    };
     let whole = Batch {
         outputs: vec![full, output("r2")],
         scheduler_stats: Some(stats),
@@ -92,6 +106,19 @@ fn requests_calls_and_hellos_survive_a_round_trip() {
             output_kind: 2,
             eos_token_id: Some(1),
             all_stop_token_ids: vec![1, 7],
+            min_p: 0.25,
+            presence_penalty: -0.5,
+            frequency_penalty: 0.5,
+            repetition_penalty: 1.5,
+            prompt_logprobs: Some(-1),
+            logit_bias: vec![(7, -100.0), (u32::MAX, 0.5)],
+            allowed_token_ids: Some(vec![1, 2]),
+            bad_words: vec!["größe".into()],
+            bad_words_token_ids: vec![vec![1, 2], vec![3]],
+            structured_outputs: Some(StructuredOutputs { regex: Some("a+".into()), ..StructuredOutputs::default() }),
+            skip_reading_prefix_cache: Some(false),
+            routed_experts: true,
+            routed_experts_prompt_start: 3,
             n: 1,
         }),
         arrival_time: 1.25,

@@ -7,7 +7,7 @@ use proptest::option;
 use proptest::prelude::*;
 use rollspan_protocol::{
     Admission, Batch, Body, ENVELOPE_ELEMENTS, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineError,
-    FinishReason, LogprobsLists, SamplingParams, StopReason, decode_outputs,
+    FinishReason, LogprobsLists, RoutedExperts, SamplingParams, StopReason, StructuredOutputs, decode_outputs,
 };
 
 fn logprobs(positions: usize) -> impl Strategy<Value = LogprobsLists> {
@@ -27,6 +27,15 @@ fn logprobs(positions: usize) -> impl Strategy<Value = LogprobsLists> {
     })
 }
 
+fn experts() -> impl Strategy<Value = RoutedExperts> {
+    let shape = (0_usize..3, 1_usize..3, 1_usize..3);
+    (prop::sample::select(vec![("|u1", 1), ("<i2", 2), ("<i4", 4)]), shape).prop_flat_map(|((dtype, item), shape)| {
+        let (tokens, layers, top_k) = shape;
+        vec(any::<u8>(), tokens * layers * top_k * item)
+            .prop_map(move |data| RoutedExperts::new(dtype, [tokens, layers, top_k], data).unwrap())
+    })
+}
+
 fn finish_reason() -> impl Strategy<Value = FinishReason> {
     use FinishReason::{Abort, Error, Length, Repetition, Stop};
     prop::sample::select(vec![Stop, Length, Abort, Error, Repetition])
@@ -34,11 +43,9 @@ fn finish_reason() -> impl Strategy<Value = FinishReason> {
 
 fn output() -> impl Strategy<Value = EngineCoreOutput> {
     let stop = prop_oneof![any::<i64>().prop_map(StopReason::Token), ".{0,4}".prop_map(StopReason::Text)];
-    let error = (".{0,4}", ".{0,4}", any::<bool>()).prop_map(|(code, message, retryable)| EngineError {
-        code,
-        message,
-        retryable,
-    });
+    let words = || option::of(".{0,4}");
+    let error = (".{0,4}", ".{0,4}", any::<bool>(), words(), words())
+        .prop_map(|(code, message, retryable, param, reason)| EngineError { code, message, retryable, param, reason });
     let admission = (".{0,4}", any::<u64>())
         .prop_map(|(label, weight_commit)| Admission { weight_version: label.into(), weight_commit });
     let tokens = vec(any::<u32>(), 1..4);
@@ -47,15 +54,20 @@ fn output() -> impl Strategy<Value = EngineCoreOutput> {
         (Just(tokens), rows)
     });
     let ends = (option::of(finish_reason()), option::of(stop), option::of(error), option::of(admission));
-    (".{0,8}", tokens, ends).prop_map(|(request_id, (new_token_ids, new_logprobs), ends)| EngineCoreOutput {
-        request_id,
-        new_token_ids,
-        new_logprobs,
-        finish_reason: ends.0,
-        stop_reason: ends.1,
-        error: ends.2,
-        admission: ends.3,
-        ..EngineCoreOutput::default()
+    let asked = (option::of((0_usize..3).prop_flat_map(logprobs)), option::of(experts()));
+    (".{0,8}", tokens, asked, ends).prop_map(|(request_id, (new_token_ids, new_logprobs), asked, ends)| {
+        EngineCoreOutput {
+            request_id,
+            new_token_ids,
+            new_logprobs,
+            new_prompt_logprobs: asked.0.map(Box::new),
+            routed_experts: asked.1.map(Box::new),
+            finish_reason: ends.0,
+            stop_reason: ends.1,
+            error: ends.2,
+            admission: ends.3,
+            ..EngineCoreOutput::default()
+        }
     })
 }
 
@@ -100,6 +112,11 @@ proptest! {
         prompt in vec(any::<u32>(), 0..8),
         numbers in (0.0..2.0_f64, 0.0..1.0_f64, any::<i64>(), option::of(any::<i64>()), any::<u64>()),
         stops in vec(any::<u32>(), 0..3),
+        penalties in (-2.0..2.0_f64, -2.0..2.0_f64, 0.01..100.0_f64, 0.0..1.0_f64),
+        bias in vec((any::<u32>(), -100.0..100.0_f64), 0..3),
+        words in (vec(".{0,4}", 0..3), vec(vec(any::<u32>(), 1..3), 0..3), option::of(vec(any::<u32>(), 0..3))),
+        regex in option::of(".{0,4}"),
+        experts in (any::<bool>(), any::<u64>(), option::of(any::<bool>()), option::of(any::<i64>())),
         salt in option::of(".{0,4}"),
     ) {
         let params = SamplingParams {
@@ -109,6 +126,19 @@ proptest! {
             seed: numbers.3,
             max_tokens: numbers.4,
             stop_token_ids: stops,
+            presence_penalty: penalties.0,
+            frequency_penalty: penalties.1,
+            repetition_penalty: penalties.2,
+            min_p: penalties.3,
+            logit_bias: bias,
+            bad_words: words.0,
+            bad_words_token_ids: words.1,
+            allowed_token_ids: words.2,
+            structured_outputs: regex.map(|regex| StructuredOutputs { regex: Some(regex), ..Default::default() }),
+            routed_experts: experts.0,
+            routed_experts_prompt_start: experts.1,
+            skip_reading_prefix_cache: experts.2,
+            prompt_logprobs: experts.3,
             ..SamplingParams::default()
         };
         let request = EngineCoreRequest {

@@ -76,7 +76,12 @@ async fn a_refusal_before_the_first_token_of_a_stream_has_its_real_status() {
     let (server, mut link, _engine) = Server::ready().await;
     let asked = server.generate(&with(&json!({"stream": true, "request_id": "r"}))).await;
     let id = link.request().await.request_id;
-    let error = EngineError { code: "engine_paused".to_owned(), message: "paused".to_owned(), retryable: true };
+    let error = EngineError {
+        code: "engine_paused".to_owned(),
+        message: "paused".to_owned(),
+        retryable: true,
+        ..EngineError::default()
+    };
     let refused = EngineCoreOutput { error: Some(error), ..finished(&id, &[], FinishReason::Error) };
     link.send(&step("v", 1, vec![refused])).await;
     let answer = in_time(asked.answer()).await;
@@ -92,7 +97,7 @@ async fn a_failure_in_the_middle_of_a_stream_ends_every_choice_and_comes_last() 
     let id = link.request().await.request_id;
     let sibling = link.request().await.request_id;
     link.send(&step("v", 1, vec![tokens(&id, &[1])])).await;
-    let error = EngineError { code: "nan_logits".to_owned(), message: "NaN".to_owned(), retryable: false };
+    let error = EngineError { code: "nan_logits".to_owned(), message: "NaN".to_owned(), ..EngineError::default() };
     let failed = EngineCoreOutput { error: Some(error), ..finished(&id, &[], FinishReason::Error) };
     link.send(&step("v", 1, vec![failed])).await;
     assert_eq!(in_time(link.aborted()).await, [sibling]);

@@ -119,7 +119,7 @@ class SamplingParams:
         normal["output_kind"] = RequestOutputKind(self.output_kind)
         normal["bad_words"] = tuple(self.bad_words)
         if self.logit_bias is not None:
-            normal["logit_bias"] = read_logit_bias(self.logit_bias, 2**32)
+            normal["logit_bias"] = read_logit_bias(self.logit_bias, 2**32) or None
         if self.allowed_token_ids is not None:
             normal["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.structured_outputs is not None:

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use rollspan_protocol::{
     Body, ClientHello, Dead, DecodeError, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineHello,
-    LogprobsLists, SamplingParams, StopReason, UtilityRequest, decode_abort, decode_outputs,
+    LogprobsLists, PrefixCacheStats, RoutedExperts, SamplingParams, StopReason, UtilityRequest, decode_abort,
+    decode_outputs,
 };
 use serde_json::{Map, Value, json};
 
@@ -121,11 +122,19 @@ pub fn outputs_view(message: &EngineCoreOutputs, skipped_fields: u64) -> Value {
             fields["outputs"] = batch.outputs.iter().map(output_view).collect();
             fields["finished_requests"] = json!(batch.finished_requests);
             fields["scheduler_stats"] = batch.scheduler_stats.as_ref().map_or(Value::Null, |stats| {
-                json!({
+                let cache = stats.prefix_cache_stats.filter(|cache| *cache != PrefixCacheStats::default());
+                let view = json!({
                     "num_running_reqs": stats.num_running_reqs,
                     "num_waiting_reqs": stats.num_waiting_reqs,
                     "kv_cache_usage": stats.kv_cache_usage,
-                })
+                    "prefix_cache_stats": cache.map(|cache| json!({
+                        "requests": cache.requests,
+                        "queries": cache.queries,
+                        "hits": cache.hits,
+                        "preempted_requests": cache.preempted_requests,
+                    })),
+                });
+                without(view, &[])
             });
         }
         Body::Utility(utility) => {
@@ -153,6 +162,8 @@ fn output_view(output: &EngineCoreOutput) -> Value {
         "request_id": output.request_id,
         "new_token_ids": output.new_token_ids,
         "new_logprobs": output.new_logprobs.as_ref().map(logprobs_view),
+        "new_prompt_logprobs": output.new_prompt_logprobs.as_deref().map(logprobs_view),
+        "routed_experts": output.routed_experts.as_deref().map(experts_view),
         "finish_reason": output.finish_reason.map(|reason| reason as u8),
         "stop_reason": output.stop_reason.as_ref().map(|reason| match reason {
             StopReason::Token(token) => json!(token),
@@ -163,11 +174,7 @@ fn output_view(output: &EngineCoreOutput) -> Value {
             "num_computed_tokens": stats.num_computed_tokens,
             "num_cached_tokens": stats.num_cached_tokens,
         })),
-        "error": output.error.as_ref().map(|error| json!({
-            "code": error.code,
-            "message": error.message,
-            "retryable": error.retryable,
-        })),
+        "error": output.error.as_ref().map(|error| without(json!(error), &[])),
         "admission": output.admission.as_ref().map(|stamp| json!([&*stamp.weight_version, stamp.weight_commit])),
     });
     without(fields, &[("new_token_ids", json!([]))])
@@ -180,6 +187,16 @@ fn logprobs_view(lists: &LogprobsLists) -> Value {
         "logprobs": rows().map(|row| row.logprobs.to_vec()).collect::<Vec<_>>(),
         "sampled_ranks": rows().map(|row| row.sampled_rank).collect::<Vec<_>>(),
     })
+}
+
+fn experts_view(experts: &RoutedExperts) -> Value {
+    let data = experts.data();
+    let ids: Vec<i64> = match experts.dtype() {
+        "|u1" => data.iter().map(|id| i64::from(*id)).collect(),
+        "<i2" => data.as_chunks().0.iter().map(|id| i64::from(i16::from_le_bytes(*id))).collect(),
+        _ => data.as_chunks().0.iter().map(|id| i64::from(i32::from_le_bytes(*id))).collect(),
+    };
+    json!([experts.dtype(), experts.shape(), ids])
 }
 
 fn request_view(request: &EngineCoreRequest) -> Value {
@@ -197,6 +214,11 @@ fn request_view(request: &EngineCoreRequest) -> Value {
     without(fields, &[("client_index", json!(0)), ("priority", json!(0)), ("sampling_params", json!({}))])
 }
 
+fn bias_view(bias: &[(u32, f64)]) -> Option<Map<String, Value>> {
+    let view: Map<_, _> = bias.iter().map(|(token, bias)| (token.to_string(), json!(bias))).collect();
+    Some(view).filter(|view| !view.is_empty())
+}
+
 /// View of sampling parameters.
 pub fn sampling_view(params: &SamplingParams) -> Value {
     let of = |params: &SamplingParams| {
@@ -211,6 +233,19 @@ pub fn sampling_view(params: &SamplingParams) -> Value {
             "stop_token_ids": params.stop_token_ids,
             "ignore_eos": params.ignore_eos,
             "logprobs": params.logprobs,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "prompt_logprobs": params.prompt_logprobs,
+            "logit_bias": bias_view(&params.logit_bias),
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": params.bad_words,
+            "bad_words_token_ids": params.bad_words_token_ids,
+            "structured_outputs": params.structured_outputs,
+            "skip_reading_prefix_cache": params.skip_reading_prefix_cache,
+            "routed_experts": params.routed_experts,
+            "routed_experts_prompt_start": params.routed_experts_prompt_start,
             "output_kind": params.output_kind,
             "eos_token_id": params.eos_token_id,
             "all_stop_token_ids": params.all_stop_token_ids,

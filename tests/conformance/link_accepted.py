@@ -23,7 +23,23 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
     }
     wide = [array("<i8", [1, 1], [2**31]), array("<f4", [1, 1], [-0.5]), array("<i8", [1], [1])]
     stats = {"num_running_reqs": 2, "num_waiting_reqs": 5, "kv_cache_usage": 0.25, "a_later_counter": {"x": [1]}}
+    cache = {"reset": True, "requests": 3, "queries": 40, "hits": 16, "preempted_requests": 1, "hits_by_source": {}}
     prefill = {"num_prompt_tokens": 3, "num_computed_tokens": 2, "num_cached_tokens": 1, "a_later_counter": 9}
+    tensors = [
+        array("int32", [2, 2], [2, 7, 3, 9]),
+        array("float32", [2, 2], [-0.5, -1.0, -0.25, -2.0]),
+        array("int32", [2], [3, 1]),
+        None,
+        None,
+    ]
+    tensors_meaning = {**rows_meaning, "token_ids": [[2, 7], [3, 9]]}
+    refusal = {
+        "code": "validation_error",
+        "message": "m",
+        "retryable": False,
+        "param": "p",
+        "reason": "unsupported_field",
+    }
     error = {"code": "nan_logits", "message": "NaN", "retryable": False, "a_later_key": 1}
     params = {
         "temperature": 0.5,
@@ -35,6 +51,19 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
         "stop_token_ids": [7],
         "ignore_eos": True,
         "logprobs": -1,
+        "min_p": 0.25,
+        "presence_penalty": -2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "prompt_logprobs": 3,
+        "logit_bias": {7: -100.0, 2**32 - 1: 0.5},
+        "allowed_token_ids": [3, 1],
+        "bad_words": ["größe", " x"],
+        "_bad_words_token_ids": [[7, 8], [9]],
+        "structured_outputs": {"json": '{"type":"object"}', "disable_any_whitespace": True},
+        "skip_reading_prefix_cache": False,
+        "routed_experts": True,
+        "routed_experts_prompt_start": 5,
         "output_kind": 1,
         "_eos_token_id": 1,
         "_all_stop_token_ids": [1, 7],
@@ -44,7 +73,31 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
         **{name: value for name, value in params.items() if not name.startswith(("_", "a_later"))},
         "eos_token_id": 1,
         "all_stop_token_ids": [1, 7],
+        "bad_words_token_ids": [[7, 8], [9]],
+        "logit_bias": {"7": -100.0, "4294967295": 0.5},
     }
+    plain = {
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1.0,
+        "bad_words": [],
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "_bad_words_token_ids": None,
+        "structured_outputs": None,
+        "skip_reading_prefix_cache": None,
+        "prompt_logprobs": None,
+        "routed_experts_prompt_start": 0,
+        "watermarking": True,
+    }
+    structures = [
+        {"json_object": True},
+        {"regex": "a+", "whitespace_pattern": "\\s*"},
+        {"choice": ["a", "b"], "_backend": "xgrammar"},
+        {"grammar": "root ::= 'a'"},
+        {"structural_tag": "{}", "disable_additional_properties": False},
+    ]
     return [
         (
             "outputs",
@@ -186,6 +239,75 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
         ),
         (
             "outputs",
+            "prompt log-probs",
+            envelope((output(new_prompt_logprobs_tensors=tensors),)),
+            {"timestamp": 1.5, "outputs": [{**one, "new_prompt_logprobs": tensors_meaning}]},
+        ),
+        (
+            "outputs",
+            "prompt log-probs as arrays, without the counts",
+            envelope((output(new_prompt_logprobs_tensors=rows[:3]),)),
+            {"timestamp": 1.5, "outputs": [{**one, "new_prompt_logprobs": rows_meaning}]},
+        ),
+        (
+            "outputs",
+            "prompt log-probs of a prompt of one token",
+            envelope(
+                (
+                    output(
+                        new_prompt_logprobs_tensors=[
+                            array("int64", [0, 1], []),
+                            array("float32", [0, 1], []),
+                            array("int64", [0], []),
+                            None,
+                            None,
+                        ]
+                    ),
+                )
+            ),
+            {
+                "timestamp": 1.5,
+                "outputs": [{**one, "new_prompt_logprobs": {"token_ids": [], "logprobs": [], "sampled_ranks": []}}],
+            },
+        ),
+        *(
+            (
+                "outputs",
+                f"routed experts as {dtype}",
+                envelope((output(routed_experts=array(dtype, [2, 1, 2], [0, 1, 2, 3])),)),
+                {"timestamp": 1.5, "outputs": [{**one, "routed_experts": [dtype, [2, 1, 2], [0, 1, 2, 3]]}]},
+            )
+            for dtype in ("|u1", "<i2", "<i4")
+        ),
+        (
+            "outputs",
+            "routed experts of no token",
+            envelope((output(routed_experts=array("|u1", [0, 4, 2], [])),)),
+            {"timestamp": 1.5, "outputs": [{**one, "routed_experts": ["|u1", [0, 4, 2], []]}]},
+        ),
+        (
+            "outputs",
+            "refused request with param and reason",
+            envelope((output(tokens=[], finish_reason=3, error=refusal),)),
+            {"timestamp": 1.5, "outputs": [{"request_id": "r1", "finish_reason": 3, "error": refusal}]},
+        ),
+        (
+            "outputs",
+            "error with param and reason nil",
+            envelope((output(tokens=[], finish_reason=3, error={**error, "param": None, "reason": None}),)),
+            {
+                "timestamp": 1.5,
+                "outputs": [
+                    {
+                        "request_id": "r1",
+                        "finish_reason": 3,
+                        "error": {"code": "nan_logits", "message": "NaN", "retryable": False},
+                    }
+                ],
+            },
+        ),
+        (
+            "outputs",
             "prefill",
             envelope((output(prefill_stats=prefill),)),
             {
@@ -204,8 +326,6 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
                         events=[{"type": 1, "timestamp": 1.0}],
                         kv_transfer_params={"a": [1, {"b": None}]},
                         trace_headers={"t": "x"},
-                        new_prompt_logprobs_tensors=["x"],
-                        routed_experts=array("<i4", [1], [1]),
                         spec_decode_metrics={"n": 1},
                     ),
                 )
@@ -221,6 +341,20 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
                 "weight_version": "v7",
                 "weight_commit": 3,
                 "scheduler_stats": {"num_running_reqs": 2, "num_waiting_reqs": 5, "kv_cache_usage": 0.25},
+            },
+        ),
+        (
+            "outputs",
+            "stats of the prefix cache",
+            envelope(scheduler_stats={**stats, "prefix_cache_stats": cache}),
+            {
+                "timestamp": 1.5,
+                "scheduler_stats": {
+                    "num_running_reqs": 2,
+                    "num_waiting_reqs": 5,
+                    "kv_cache_usage": 0.25,
+                    "prefix_cache_stats": {"requests": 3, "queries": 40, "hits": 16, "preempted_requests": 1},
+                },
             },
         ),
         (
@@ -303,6 +437,28 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
                 "external_req_id": "e1",
                 "session_id": "s1",
             },
+        ),
+        (
+            "request",
+            "what foreign frontends send unasked",
+            request(sampling_params=plain),
+            {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0},
+        ),
+        *(
+            (
+                "request",
+                f"structured outputs: {next(iter(structure))}",
+                request(sampling_params={"structured_outputs": structure}),
+                {
+                    "request_id": "r1",
+                    "prompt_token_ids": [1, 2],
+                    "arrival_time": 1.0,
+                    "sampling_params": {
+                        "structured_outputs": {key: item for key, item in structure.items() if key != "_backend"}
+                    },
+                },
+            )
+            for structure in structures
         ),
         ("abort", "two", ["r1", "0_r2"], {"request_ids": ["r1", "0_r2"]}),
         ("abort", "none", [], {"request_ids": []}),

@@ -46,9 +46,16 @@ CLIENT_HELLO = {
 }
 
 
+_FORMATS = {"|u1": "B", "<i2": "h", "<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"} | {
+    "int32": "i",
+    "int64": "q",
+    "float32": "f",
+}
+
+
 def array(dtype: str, shape: list[int], values: list[Any]) -> list[Any]:
     """An n-dimensional array with its data inline."""
-    data = struct.pack("<" + {"<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"}[dtype] * len(values), *values)
+    data = struct.pack("<" + _FORMATS[dtype] * len(values), *values)
     return [dtype, shape, msgpack.ExtType(3, data)]
 
 

@@ -122,9 +122,41 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
         (
             "outputs",
             "pickle in an element that is passed on",
-            envelope((output(routed_experts=pickle),)),
+            envelope((output(spec_decode_metrics=pickle),)),
             "bad_extension",
         ),
+        ("outputs", "routed experts as pickle", envelope((output(routed_experts=pickle),)), "bad_extension"),
+        ("outputs", "routed experts a map", envelope((output(routed_experts={}),)), "wrong_type"),
+        *(
+            ("outputs", f"routed experts {title}", envelope((output(routed_experts=experts),)), "bad_array")
+            for title, experts in (
+                ("in two dimensions", array("|u1", [2, 2], [0, 1, 2, 3])),
+                ("in four dimensions", array("|u1", [1, 1, 2, 2], [0, 1, 2, 3])),
+                ("in no dimension", array("|u1", [], [0])),
+                ("as floats", array("<f4", [1, 1, 1], [0.0])),
+                ("as 64-bit integers", array("<i8", [1, 1, 1], [0])),
+                ("with too much data", ["|u1", [1, 1, 1], msgpack.ExtType(3, b"12")]),
+                ("of a shape that overflows", ["|u1", [2**32 - 1] * 3, msgpack.ExtType(3, b"12")]),
+                ("in a buffer that did not come", ["|u1", [1, 1, 1], 1]),
+            )
+        ),
+        *(
+            ("outputs", f"prompt log-probs {title}", envelope((output(new_prompt_logprobs_tensors=value),)), reason)
+            for title, value, reason in (
+                ("a string", "x", "wrong_type"),
+                ("too few arrays", rows[:2], "too_short"),
+                ("of another shape", [rows[0], array("<f4", [2, 1], [-0.5, -1.0]), rows[2]], "bad_array"),
+                ("with an id that is negative", [array("<i4", [1, 2], [-1, 7]), rows[1], rows[2]], "out_of_range"),
+                ("nested 100 deep behind the arrays", [*rows[:3], None, nested(100)], "too_deep"),
+            )
+        ),
+        (
+            "outputs",
+            "error with a param that is no string",
+            envelope((output(error={"code": "c", "message": "m", "param": 1}),)),
+            "wrong_type",
+        ),
+        ("outputs", "prefix cache stats an array", envelope(scheduler_stats={"prefix_cache_stats": []}), "wrong_type"),
         ("outputs", "pickle behind the known elements", [*envelope((output(),)), pickle], "bad_extension"),
         (
             "outputs",
@@ -173,6 +205,28 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
         ("request", "cache salt as bytes", request(cache_salt=b"s"), "wrong_type"),
         ("request", "temperature out of range for 32 bits", request(sampling_params={"temperature": 1e300}), None),
         ("request", "temperature a string", request(sampling_params={"temperature": "1"}), None),
+        *(
+            ("request", f"{name} {title}", request(sampling_params={name: value}), None)
+            for name, title, value in (
+                ("min_p", "a string", "0"),
+                ("presence_penalty", "out of range for 32 bits", 1e300),
+                ("repetition_penalty", "nil", None),
+                ("logit_bias", "an array", [[1, 2.0]]),
+                ("logit_bias", "with a key that is negative", {-1: 2.0}),
+                ("logit_bias", "with a boolean", {1: True}),
+                ("allowed_token_ids", "with an id over 32 bits", [2**32]),
+                ("bad_words", "a string", "x"),
+                ("bad_words", "with bytes", [b"x"]),
+                ("_bad_words_token_ids", "with an id that is negative", [[-1]]),
+                ("_bad_words_token_ids", "flat", [1]),
+                ("structured_outputs", "an array", []),
+                ("structured_outputs", "with a regex that is none", {"regex": 1}),
+                ("skip_reading_prefix_cache", "an integer", 1),
+                ("routed_experts", "an integer", 1),
+                ("routed_experts_prompt_start", "negative", -1),
+                ("prompt_logprobs", "a float", 1.5),
+            )
+        ),
         ("request", "output kind unknown", request(sampling_params={"output_kind": 3}), None),
         ("abort", "a string", "r1", "wrong_type"),
         ("abort", "an integer among the ids", ["r1", 1], "wrong_type"),

@@ -11,6 +11,7 @@ from rollspan.sampling_params import SamplingParams
 
 PREFILL_KEYS = ("num_prompt_tokens", "num_computed_tokens", "num_cached_tokens")
 SCHEDULER_KEYS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
+PREFIX_CACHE_KEYS = ("requests", "queries", "hits", "preempted_requests")
 SAMPLING_KEYS = (
     "n",
     "temperature",
@@ -22,11 +23,32 @@ SAMPLING_KEYS = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "prompt_logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "bad_words_token_ids",
+    "structured_outputs",
+    "skip_reading_prefix_cache",
+    "routed_experts",
+    "routed_experts_prompt_start",
     "output_kind",
     "eos_token_id",
     "all_stop_token_ids",
 )
-SAMPLING_DEFAULTS = {"n": 1, "temperature": 1.0, "top_p": 1.0, "max_tokens": 16}
+SAMPLING_DEFAULTS = {
+    **dict.fromkeys(SAMPLING_KEYS, 0),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
+    **{name: [] for name in ("stop_token_ids", "all_stop_token_ids", "bad_words", "bad_words_token_ids")},
+    **dict.fromkeys(("ignore_eos", "routed_experts"), False),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "eos_token_id", "skip_reading_prefix_cache"), None),
+    "n": 1,
+    "max_tokens": 16,
+}
 
 
 def view(kind: str, frames: list[bytes]) -> dict[str, Any]:
@@ -69,6 +91,9 @@ def outputs_view(message: EngineCoreOutputs) -> dict[str, Any]:
     if message.scheduler_stats is not None:
         stats = message.scheduler_stats
         fields["scheduler_stats"] = {name: stats.get(name, 0) for name in SCHEDULER_KEYS}
+        cache = {name: stats.get("prefix_cache_stats", {}).get(name, 0) for name in PREFIX_CACHE_KEYS}
+        if any(cache.values()):
+            fields["scheduler_stats"]["prefix_cache_stats"] = cache
     defaults = {"engine_index": 0, "timestamp": 0.0, "skipped_fields": 0, "outputs": []}
     return _without(fields, defaults)
 
@@ -95,11 +120,9 @@ def request_view(request: EngineCoreRequest) -> dict[str, Any]:
 def sampling_view(params: SamplingParams) -> dict[str, Any]:
     """View of sampling parameters."""
     fields = {name: _plain(getattr(params, name)) for name in SAMPLING_KEYS}
-    defaults = {**dict.fromkeys(SAMPLING_KEYS, 0), **SAMPLING_DEFAULTS, "ignore_eos": False}
-    defaults |= {"stop_token_ids": [], "all_stop_token_ids": []}
-    for name in ("seed", "logprobs", "eos_token_id"):
-        del defaults[name]
-    return _without(fields, defaults)
+    if params.logit_bias is not None:
+        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    return _without(fields, SAMPLING_DEFAULTS)
 
 
 def _output_view(output: EngineCoreOutput) -> dict[str, Any]:
@@ -108,15 +131,19 @@ def _output_view(output: EngineCoreOutput) -> dict[str, Any]:
         "new_token_ids": output.new_token_ids,
         "finish_reason": None if output.finish_reason is None else int(output.finish_reason),
         "stop_reason": output.stop_reason,
-        "error": None if output.error is None else dataclasses.asdict(output.error),
+        "error": None if output.error is None else _without(dataclasses.asdict(output.error), {}),
         "admission": None if output.admission is None else list(output.admission),
     }
     if output.prefill_stats is not None:
         fields["prefill_stats"] = {name: output.prefill_stats.get(name, 0) for name in PREFILL_KEYS}
-    if output.new_logprobs is not None:
-        fields["new_logprobs"] = {
-            name: getattr(output.new_logprobs, name).tolist() for name in ("token_ids", "logprobs", "sampled_ranks")
-        }
+    for key in ("new_logprobs", "new_prompt_logprobs"):
+        lists = getattr(output, key)
+        if lists is not None:
+            arrays = ("token_ids", "logprobs", "sampled_ranks")
+            fields[key] = {name: getattr(lists, name).tolist() for name in arrays}
+    experts = output.routed_experts
+    if experts is not None:
+        fields["routed_experts"] = [experts.dtype.str, list(experts.shape), experts.ravel().tolist()]
     return _without(fields, {"new_token_ids": []})
 
 

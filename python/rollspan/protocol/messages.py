@@ -31,11 +31,17 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class EngineError:
-    """Why one request failed: stable code, message, and whether the same request may succeed later."""
+    """Why one request failed: stable code, message, and whether the same request may succeed later.
+
+    ``param`` is the dotted path of the field at fault; ``reason`` is a key of the table of errors, where that says more
+    than the code.
+    """
 
     code: str
     message: str
     retryable: bool = False
+    param: str | None = None
+    reason: str | None = None
 
 
 @dataclass

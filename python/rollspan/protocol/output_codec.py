@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgpack
-import numpy as np
-import numpy.typing as npt
 
 from rollspan.protocol import messages as m
+from rollspan.protocol.arrays import (
+    decode_experts,
+    decode_logprobs,
+    decode_tensors,
+    encode_experts,
+    encode_tensors,
+    packed_logprobs,
+)
 from rollspan.protocol.strict import (
-    EXT_RAW,
     I64,
     LENIENT,
     U32,
@@ -30,26 +36,18 @@ from rollspan.protocol.strict import (
     unpack,
 )
 
-
-def _encode_array(array: npt.NDArray[Any], dtype: str) -> tuple[str, list[int], msgpack.ExtType]:
-    return (dtype, list(array.shape), msgpack.ExtType(EXT_RAW, np.ascontiguousarray(array, dtype=dtype).tobytes()))
+#: Stands for packed log-probs while the rest of a message is packed; nobody can write it into a request id.
+_PLACE = msgpack.ExtType(127, secrets.token_bytes(16))
+_PACKED_PLACE: bytes = msgpack.packb(_PLACE)
 
 
 def _encode_output(output: m.EngineCoreOutput) -> tuple[Any, ...]:
-    logprobs = output.new_logprobs
-    error = output.error
+    prompt_logprobs, experts, error = output.new_prompt_logprobs, output.routed_experts, output.error
     return (
         output.request_id,
         output.new_token_ids,
-        None
-        if logprobs is None
-        else (
-            _encode_array(logprobs.token_ids, "<i4"),
-            _encode_array(logprobs.logprobs, "<f4"),
-            _encode_array(logprobs.sampled_ranks, "<i4"),
-            None,
-        ),
-        None,
+        None if output.new_logprobs is None else _PLACE,
+        None if prompt_logprobs is None else encode_tensors(prompt_logprobs),
         None,
         None if output.finish_reason is None else int(output.finish_reason),
         output.stop_reason,
@@ -58,21 +56,40 @@ def _encode_output(output: m.EngineCoreOutput) -> tuple[Any, ...]:
         None,
         None,
         output.prefill_stats,
-        None,
+        None if experts is None else encode_experts(experts),
         0,
         None,
         None,
         None,
         None,
-        None if error is None else {"code": error.code, "message": error.message, "retryable": error.retryable},
+        None if error is None else _encode_error(error),
         output.admission,
     )
+
+
+def _encode_error(error: m.EngineError) -> dict[str, Any]:
+    optional = {"param": error.param, "reason": error.reason}
+    fields = {"code": error.code, "message": error.message, "retryable": error.retryable}
+    return fields | {key: value for key, value in optional.items() if value is not None}
+
+
+def _put_logprobs(packed: bytes, outputs: list[m.EngineCoreOutput]) -> bytes:
+    """``packed`` with the log-probs of ``outputs`` in their places."""
+    lists = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    if not lists:
+        return packed
+    first, *rest = packed.split(_PACKED_PLACE)
+    pieces = [first]
+    for one, behind in zip(lists, rest, strict=True):
+        pieces += packed_logprobs(one)
+        pieces.append(behind)
+    return b"".join(pieces)
 
 
 def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
     """EngineCoreOutputs as 10 elements (vLLM's 9 and ours), each output as 20 (19 and ours), arrays inline."""
     utility = outputs.utility_output
-    return pack(
+    packed = pack(
         (
             outputs.engine_index,
             [_encode_output(output) for output in outputs.outputs],
@@ -94,40 +111,7 @@ def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
         ),
         LENIENT,
     )
-
-
-def _decode_ndarray(value: Any, name: str, buffers: Sequence[bytes], dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
-    row = read_array(value, name, 3)
-    shallow(row[3:], 6)
-    dtype = read_text(row[0], f"{name} dtype")
-    if dtype not in dtypes:
-        fail("bad_array", f"{name} has dtype {dtype!r}, allowed are {', '.join(dtypes)}")
-    shape = [read_int(item, f"{name} shape", 0, U32) for item in read_array(row[1], f"{name} shape", 0)]
-    data = row[2]
-    if isinstance(data, msgpack.ExtType):
-        raw = data.data
-    else:
-        index = read_int(data, f"{name} buffer index", 1, U32)
-        if index > len(buffers):
-            fail("bad_array", f"{name} names buffer {index} of {len(buffers)}")
-        raw = buffers[index - 1]
-    count = 1
-    for size in shape:
-        count *= size
-    if count * np.dtype(dtype).itemsize != len(raw):
-        fail("bad_array", f"{name} of shape {shape} and dtype {dtype} does not fit {len(raw)} bytes")
-    return np.frombuffer(raw, dtype=dtype).reshape(shape)
-
-
-def _decode_logprobs(value: Any, buffers: Sequence[bytes]) -> m.LogprobsLists:
-    row = read_array(value, "new_logprobs", 3)
-    shallow(row[3:], 5)
-    ids = _decode_ndarray(row[0], "logprob token ids", buffers, ("<i4", "<i8"))
-    logprobs = _decode_ndarray(row[1], "logprobs", buffers, ("<f4", "<f8"))
-    ranks = _decode_ndarray(row[2], "sampled ranks", buffers, ("<i4", "<i8"))
-    if ids.ndim != 2 or ids.shape != logprobs.shape or ranks.shape != ids.shape[:1] or ids.shape[1] == 0:
-        fail("bad_array", f"log-probs have shapes {ids.shape}, {logprobs.shape} and {ranks.shape}")
-    return m.LogprobsLists(ids.astype("<i4", copy=False), logprobs.astype("<f4", copy=False), ranks.astype("<i4"))
+    return _put_logprobs(packed, outputs.outputs)
 
 
 def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOutput, int]:
@@ -137,7 +121,7 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
         row = row + [None] * (20 - known)
         if known <= 13:
             row[13] = 0
-    for index in (3, 4, 7, 8, 9, 10, 12, 14, 15, 16, 17):
+    for index in (4, 7, 8, 9, 10, 14, 15, 16, 17):
         if row[index] is not None:
             shallow(row[index])
     for index, name in ((8, "kv_transfer_params"), (9, "ec_transfer_params"), (10, "trace_headers")):
@@ -158,6 +142,10 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
             read_text(fields.get("code"), "error code"),
             read_text(fields.get("message"), "error message"),
             read_bool(fields.get("retryable", False), "error retryable"),
+            *(
+                None if fields.get(key) is None else read_text(fields[key], f"error {key}")
+                for key in ("param", "reason")
+            ),
         )
     admission = None
     extra = max(known - 20, 0)
@@ -169,16 +157,25 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
     output = m.EngineCoreOutput(
         request_id=read_text(row[0], "request_id"),
         new_token_ids=read_token_ids(row[1], "new_token_ids"),
-        new_logprobs=None if row[2] is None else _decode_logprobs(row[2], buffers),
+        new_logprobs=None if row[2] is None else decode_logprobs(row[2], "new_logprobs", buffers),
         finish_reason=None if row[5] is None else m.FinishReason(read_int(row[5], "finish_reason", 0, 4)),
         stop_reason=stop_reason,
         prefill_stats=None if row[11] is None else shallow(read_map(row[11], "prefill_stats")),
         error=error,
         admission=admission,
+        new_prompt_logprobs=None if row[3] is None else decode_tensors(row[3], "prompt_logprobs", buffers),
+        routed_experts=None if row[12] is None else decode_experts(row[12], buffers),
     )
     if output.new_logprobs is not None and len(output.new_logprobs.token_ids) != len(output.new_token_ids):
         fail("bad_array", "log-probs and new tokens differ in number")
     return output, extra
+
+
+def _decode_stats(value: Any) -> dict[str, Any]:
+    stats: dict[str, Any] = shallow(read_map(value, "scheduler_stats"), 2)
+    if stats.get("prefix_cache_stats") is not None:
+        read_map(stats["prefix_cache_stats"], "prefix_cache_stats")
+    return stats
 
 
 def _decode_utility(value: Any) -> tuple[m.UtilityOutput, int]:
@@ -227,7 +224,7 @@ def decode_outputs(frames: Sequence[bytes]) -> m.EngineCoreOutputs:
     message = m.EngineCoreOutputs(
         engine_index=read_int(row[0], "engine_index", 0, U32),
         outputs=outputs,
-        scheduler_stats=None if row[2] is None else shallow(read_map(row[2], "scheduler_stats"), 2),
+        scheduler_stats=None if row[2] is None else _decode_stats(row[2]),
         timestamp=read_float(row[3], "timestamp"),
         utility_output=utility,
         finished_requests=None

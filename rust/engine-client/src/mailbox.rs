@@ -55,6 +55,8 @@ impl Delta {
         mine.error = theirs.error;
         mine.admission = theirs.admission.or(mine.admission.take());
         mine.prefill_stats = mine.prefill_stats.or(theirs.prefill_stats);
+        mine.new_prompt_logprobs = mine.new_prompt_logprobs.take().or(theirs.new_prompt_logprobs);
+        mine.routed_experts = theirs.routed_experts.or(mine.routed_experts.take());
         mine.num_nans_in_logits += theirs.num_nans_in_logits;
         for (name, value) in theirs.other {
             mine.other.retain(|(other, _)| *other != name);

@@ -176,6 +176,6 @@ fn unexplained() -> EngineError {
     EngineError {
         code: "engine_error".to_owned(),
         message: "the engine ended the request with an error and did not say which".to_owned(),
-        retryable: false,
+        ..EngineError::default()
     }
 }

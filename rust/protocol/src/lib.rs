@@ -4,6 +4,7 @@
 //! tolerant of shorter and longer arrays and strict about everything else, and written by the type's `encode`.
 //! [`encode_frame`], [`FrameHeader::parse`] and [`split_frame`] put payloads into frames and take them out.
 
+mod array;
 mod decoded;
 mod error;
 mod facts;
@@ -15,9 +16,11 @@ mod output;
 mod outputs;
 mod raw;
 mod request;
+mod routed_experts;
 mod sampling_params;
 mod source;
 mod stats;
+mod structured_outputs;
 mod untyped;
 mod wire;
 mod writer;
@@ -35,5 +38,7 @@ pub use outputs::{
 };
 pub use raw::RawValue;
 pub use request::{EngineCoreRequest, REQUEST_ELEMENTS, UtilityRequest, decode_abort, encode_abort};
+pub use routed_experts::RoutedExperts;
 pub use sampling_params::SamplingParams;
-pub use stats::{PrefillStats, SchedulerStats};
+pub use stats::{PrefillStats, PrefixCacheStats, SchedulerStats};
+pub use structured_outputs::StructuredOutputs;

@@ -1,13 +1,12 @@
 //! Log-probs of the tokens of one output, as n-dimensional arrays on the wire and as flat rows here.
 
-use std::ops::Range;
-
 use serde::de::SeqAccess;
 
-use crate::error::DecodeErrorKind as Kind;
+use crate::array::{Array, invalid, write_array};
 use crate::fields::Fields;
 use crate::source::Source;
-use crate::wire::{Scalar, Wire, in_range, scalars, seed};
+use crate::untyped::Skipped;
+use crate::wire::Wire;
 use crate::writer::Writer;
 
 /// Log-probs of consecutive positions, row-major. Column 0 of a row is the sampled token, columns 1 to k are the top k
@@ -62,38 +61,48 @@ impl LogprobsLists {
     }
 
     pub(crate) fn write(&self, writer: &mut Writer) {
-        let positions = self.positions();
-        let integers = |values: &[u32]| values.iter().flat_map(|value| i64::from(*value).to_le_bytes()).collect();
-        let narrow = self.token_ids.iter().chain(&self.sampled_ranks).all(|value| i32::try_from(*value).is_ok());
-        let integers = |values: &[u32]| -> Vec<u8> {
-            if narrow { values.iter().flat_map(|value| value.to_le_bytes()).collect() } else { integers(values) }
-        };
-        let dtype = if narrow { "<i4" } else { "<i8" };
-        let floats: Vec<u8> = self.logprobs.iter().flat_map(|value| value.to_le_bytes()).collect();
         writer.array(4);
-        write_array(writer, dtype, &[positions, self.width], &integers(&self.token_ids));
-        write_array(writer, "<f4", &[positions, self.width], &floats);
-        write_array(writer, dtype, &[positions], &integers(&self.sampled_ranks));
+        self.write_arrays(writer, ["<i4", "<i8", "<f4"]);
         writer.value(&self.cumulative);
     }
-}
 
-impl Wire for LogprobsLists {
-    const EXPECTED: &'static str = "an array";
+    /// As vLLM's `LogprobsTensors`, the form for prompts.
+    pub(crate) fn write_tensors(&self, writer: &mut Writer) {
+        writer.array(5);
+        self.write_arrays(writer, ["int32", "int64", "float32"]);
+        writer.nil();
+        writer.nil();
+    }
 
-    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
-        let mut fields = Fields::new(access, source);
+    fn write_arrays(&self, writer: &mut Writer, [narrow, wide, float]: [&str; 3]) {
+        let positions = self.positions();
+        let fits = self.token_ids.iter().chain(&self.sampled_ranks).all(|value| i32::try_from(*value).is_ok());
+        let integers = |values: &[u32]| -> Vec<u8> {
+            if fits {
+                values.iter().flat_map(|value| value.to_le_bytes()).collect()
+            } else {
+                values.iter().flat_map(|value| i64::from(*value).to_le_bytes()).collect()
+            }
+        };
+        let integer = if fits { narrow } else { wide };
+        let floats: Vec<u8> = self.logprobs.iter().flat_map(|value| value.to_le_bytes()).collect();
+        write_array(writer, integer, &[positions, self.width], &integers(&self.token_ids));
+        write_array(writer, float, &[positions, self.width], &floats);
+        write_array(writer, integer, &[positions], &integers(&self.sampled_ranks));
+    }
+
+    fn read_arrays<'de, A: SeqAccess<'de>>(
+        fields: &mut Fields<'_, '_, A>,
+        source: &Source<'_>,
+    ) -> Result<Self, A::Error> {
         let token_ids: Array = fields.required("token_ids")?;
         let logprobs: Array = fields.required("logprobs")?;
         let ranks: Array = fields.required("sampled_ranks")?;
-        let mut cumulative = None;
-        fields.defaulted("cu_num_generated_tokens", &mut cumulative)?;
-        fields.close()?;
-        let Shape { dimensions, sizes: [positions, width] } = token_ids.shape;
-        if dimensions != 2 || width == 0 {
-            return Err(source.refuse(invalid("token_ids must have the shape [positions, k + 1]")));
-        }
-        if logprobs.shape != token_ids.shape || ranks.shape != (Shape { dimensions: 1, sizes: [positions, 0] }) {
+        let (positions, width) = match token_ids.shape.sizes() {
+            &[positions, width] if width > 0 => (positions, width),
+            _ => return Err(source.refuse(invalid("token_ids must have the shape [positions, k + 1]"))),
+        };
+        if logprobs.shape != token_ids.shape || ranks.shape.sizes() != [positions] {
             let words = "log-probs must have the shape of token_ids, ranks one entry for each position";
             return Err(source.refuse(invalid(words)));
         }
@@ -102,134 +111,35 @@ impl Wire for LogprobsLists {
             token_ids: token_ids.integers(source).map_err(|kind| source.refuse_at("token_ids", kind))?,
             logprobs: logprobs.floats(source).map_err(|kind| source.refuse_at("logprobs", kind))?,
             sampled_ranks: ranks.integers(source).map_err(|kind| source.refuse_at("sampled_ranks", kind))?,
-            cumulative,
+            cumulative: None,
         })
     }
 }
 
-fn write_array(writer: &mut Writer, dtype: &str, shape: &[usize], data: &[u8]) {
-    writer.array(3);
-    writer.value(dtype);
-    writer.value(shape);
-    writer.array_data(data);
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Dtype {
-    Int32,
-    Int64,
-    Float32,
-}
-
-scalars! {
-    Dtype, "a string":
-        Scalar::Text("<i4") => Self::Int32,
-        Scalar::Text("<i8") => Self::Int64,
-        Scalar::Text("<f4") => Self::Float32,
-        Scalar::Text(other) => Err(invalid(&format!("dtype must be <i4, <i8 or <f4, got {other:?}")))?;
-    Data, "raw array bytes or the index of a buffer":
-        Scalar::ArrayData(range) => Self::Inline(range),
-        Scalar::Integer(index) => Self::Buffer(in_range(index, "a buffer index")?);
-}
-
-/// Sizes of the dimensions: one or two, the second 0 where there is none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Shape {
-    dimensions: usize,
-    sizes: [usize; 2],
-}
-
-impl Wire for Shape {
-    const EXPECTED: &'static str = "an array";
-
-    fn array<'de, A: SeqAccess<'de>>(mut access: A, source: &Source<'_>) -> Result<Self, A::Error> {
-        let mut shape = Self { dimensions: 0, sizes: [0; 2] };
-        while let Some(size) = access.next_element_seed(seed::<u64>(source))? {
-            let size = usize::try_from(size).map_err(|_| source.refuse(Kind::OutOfRange("an array dimension")))?;
-            if let Some(slot) = shape.sizes.get_mut(shape.dimensions) {
-                *slot = size;
-            }
-            shape.dimensions += 1;
-        }
-        if (1..=2).contains(&shape.dimensions) {
-            Ok(shape)
-        } else {
-            Err(source.refuse(invalid("must have one or two dimensions")))
-        }
-    }
-}
-
-impl Shape {
-    /// Bytes of an array of this shape; `None` where they cannot be counted.
-    fn bytes(self, item: usize) -> Option<usize> {
-        self.sizes.iter().take(self.dimensions).try_fold(item, |bytes, size| bytes.checked_mul(*size))
-    }
-}
-
-/// Where the data of an array is.
-enum Data {
-    Inline(Range<usize>),
-    /// 1-based index of an auxiliary buffer.
-    Buffer(u64),
-}
-
-fn invalid(words: &str) -> Kind {
-    Kind::InvalidArray(words.to_owned())
-}
-
-/// An n-dimensional array whose data has the size that dtype and shape promise.
-struct Array {
-    dtype: Dtype,
-    shape: Shape,
-    data: Data,
-}
-
-impl Wire for Array {
+impl Wire for LogprobsLists {
     const EXPECTED: &'static str = "an array";
 
     fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
         let mut fields = Fields::new(access, source);
-        let array =
-            Self { dtype: fields.required("dtype")?, shape: fields.required("shape")?, data: fields.required("data")? };
+        let mut lists = Self::read_arrays(&mut fields, source)?;
+        fields.defaulted("cu_num_generated_tokens", &mut lists.cumulative)?;
         fields.close()?;
-        let found = array.bytes(source).map_err(|kind| source.refuse_at("data", kind))?.len();
-        let item = if array.dtype == Dtype::Int64 { 8 } else { 4 };
-        if array.shape.bytes(item) == Some(found) {
-            return Ok(array);
-        }
-        Err(source.refuse(invalid(&format!("{found} bytes of data do not fill {:?}", array.shape))))
+        Ok(lists)
     }
 }
 
-impl Array {
-    fn bytes<'a>(&self, source: &Source<'a>) -> Result<&'a [u8], Kind> {
-        match &self.data {
-            Data::Inline(range) => Ok(source.slice(range.clone())),
-            Data::Buffer(index) => source.buffer(*index),
-        }
-    }
+/// The same as vLLM's `LogprobsTensors`, with cumulative counts in two forms behind them.
+pub(crate) struct Tensors(pub LogprobsLists);
 
-    fn integers(&self, source: &Source<'_>) -> Result<Vec<u32>, Kind> {
-        let out_of_range = Kind::OutOfRange("an unsigned 32-bit integer");
-        let data = self.bytes(source)?;
-        let integers: Option<Vec<u32>> = match self.dtype {
-            Dtype::Int32 => {
-                let values = data.as_chunks().0.iter().map(|value| i32::from_le_bytes(*value));
-                values.map(|value| u32::try_from(value).ok()).collect()
-            }
-            Dtype::Int64 => {
-                let values = data.as_chunks().0.iter().map(|value| i64::from_le_bytes(*value));
-                values.map(|value| u32::try_from(value).ok()).collect()
-            }
-            Dtype::Float32 => return Err(invalid("dtype must be <i4 or <i8, got <f4")),
-        };
-        integers.ok_or(out_of_range)
-    }
+impl Wire for Tensors {
+    const EXPECTED: &'static str = "an array";
 
-    fn floats(&self, source: &Source<'_>) -> Result<Vec<f32>, Kind> {
-        if self.dtype != Dtype::Float32 {
-            return Err(invalid("dtype must be <f4"));
-        }
-        Ok(self.bytes(source)?.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect())
+    fn array<'de, A: SeqAccess<'de>>(access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut fields = Fields::new(access, source);
+        let lists = LogprobsLists::read_arrays(&mut fields, source)?;
+        fields.defaulted("cu_num_generated_tokens", &mut Skipped)?;
+        fields.defaulted("cu_num_generated_tokens_tensor", &mut Skipped)?;
+        fields.close()?;
+        Ok(Self(lists))
     }
 }

@@ -7,8 +7,9 @@ use serde::de::SeqAccess;
 
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::{Fields, map_struct};
-use crate::logprobs::LogprobsLists;
+use crate::logprobs::{LogprobsLists, Tensors};
 use crate::raw::RawValue;
+use crate::routed_experts::RoutedExperts;
 use crate::source::Source;
 use crate::stats::PrefillStats;
 use crate::untyped::{AnyMap, Skipped};
@@ -80,6 +81,12 @@ pub struct EngineError {
     pub message: String,
     /// The same request may succeed later.
     pub retryable: bool,
+    /// Dotted path of the field at fault (ours).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub param: Option<String>,
+    /// Key of the table of errors, where it says more than the code (ours).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
 }
 
 /// Weights in force when a request entered the scheduler.
@@ -100,12 +107,17 @@ pub struct EngineCoreOutput {
     pub new_token_ids: Vec<u32>,
     /// One row per new token, when asked for.
     pub new_logprobs: Option<LogprobsLists>,
+    /// Of the prompt's tokens after the first, when asked for, all at once with the first new tokens; column 0 of a row is
+    /// the prompt's own token.
+    pub new_prompt_logprobs: Option<Box<LogprobsLists>>,
     /// Set on the last output.
     pub finish_reason: Option<FinishReason>,
     /// What stopped it, for stop tokens.
     pub stop_reason: Option<StopReason>,
     /// With the first output behind a prefill.
     pub prefill_stats: Option<PrefillStats>,
+    /// On the last output, when asked for: of prompt and output, all but the last token.
+    pub routed_experts: Option<Box<RoutedExperts>>,
     /// NaNs among the logits of this step.
     pub num_nans_in_logits: u64,
     /// With `finish_reason` error.
@@ -124,7 +136,9 @@ impl Wire for EngineCoreOutput {
         let mut output = Self { request_id: fields.required("request_id")?, ..Self::default() };
         output.new_token_ids = fields.required("new_token_ids")?;
         fields.defaulted("new_logprobs", &mut output.new_logprobs)?;
-        fields.kept::<Skipped>("new_prompt_logprobs_tensors", &mut output.other)?;
+        let mut prompt_logprobs: Option<Tensors> = None;
+        fields.defaulted("new_prompt_logprobs_tensors", &mut prompt_logprobs)?;
+        output.new_prompt_logprobs = prompt_logprobs.map(|tensors| Box::new(tensors.0));
         fields.kept::<Skipped>("pooling_output", &mut output.other)?;
         fields.defaulted("finish_reason", &mut output.finish_reason)?;
         fields.defaulted("stop_reason", &mut output.stop_reason)?;
@@ -133,7 +147,9 @@ impl Wire for EngineCoreOutput {
         fields.kept::<AnyMap>("ec_transfer_params", &mut output.other)?;
         fields.kept::<AnyMap>("trace_headers", &mut output.other)?;
         fields.defaulted("prefill_stats", &mut output.prefill_stats)?;
-        fields.kept::<Skipped>("routed_experts", &mut output.other)?;
+        let mut routed_experts: Option<RoutedExperts> = None;
+        fields.defaulted("routed_experts", &mut routed_experts)?;
+        output.routed_experts = routed_experts.map(Box::new);
         fields.defaulted("num_nans_in_logits", &mut output.num_nans_in_logits)?;
         fields.kept::<Skipped>("mm_cache_miss_hashes", &mut output.other)?;
         fields.kept::<Skipped>("new_sampling_mask", &mut output.other)?;
@@ -158,7 +174,7 @@ impl EngineCoreOutput {
         writer.value(&self.request_id);
         writer.value(&self.new_token_ids);
         writer.optional(self.new_logprobs.as_ref(), |writer, logprobs| logprobs.write(writer));
-        writer.kept(&self.other, "new_prompt_logprobs_tensors");
+        writer.optional(self.new_prompt_logprobs.as_deref(), |writer, logprobs| logprobs.write_tensors(writer));
         writer.kept(&self.other, "pooling_output");
         writer.value(self.finish_reason.map(|reason| reason as u8));
         writer.value(&self.stop_reason);
@@ -167,7 +183,7 @@ impl EngineCoreOutput {
         writer.kept(&self.other, "ec_transfer_params");
         writer.kept(&self.other, "trace_headers");
         writer.value(self.prefill_stats);
-        writer.kept(&self.other, "routed_experts");
+        writer.optional(self.routed_experts.as_deref(), |writer, experts| experts.write(writer));
         writer.value(self.num_nans_in_logits);
         writer.kept(&self.other, "mm_cache_miss_hashes");
         writer.kept(&self.other, "new_sampling_mask");
@@ -183,6 +199,8 @@ map_struct! {
     required code,
     required message,
     defaulted retryable,
+    defaulted param,
+    defaulted reason,
 }
 
 impl Wire for Admission {

@@ -1,11 +1,13 @@
 //! `SamplingParams` on the wire: a map of the keys that differ from their default.
 
+use serde::Serialize;
 use serde::de::MapAccess;
 
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::entries;
 use crate::source::Source;
-use crate::wire::{InF32Range, Scalar, Wire, in_range, scalars};
+use crate::structured_outputs::StructuredOutputs;
+use crate::wire::{InF32Range, Scalar, Wire, in_range, scalars, seed};
 use crate::writer::Writer;
 
 /// How the engine samples one sequence. Fields and defaults are vLLM's; floats are 64-bit on the wire.
@@ -31,6 +33,32 @@ pub struct SamplingParams {
     pub ignore_eos: bool,
     /// `None` for none, 0 for the sampled token's, k for the top k besides, -1 for the whole vocabulary.
     pub logprobs: Option<i64>,
+    /// Tokens less probable than this share of the most probable one's are dropped; 0 is off.
+    pub min_p: f64,
+    /// Taken from the logits of tokens in the output.
+    pub presence_penalty: f64,
+    /// The same, once for each time.
+    pub frequency_penalty: f64,
+    /// Logits of tokens in prompt and output are divided by it; 1 is off.
+    pub repetition_penalty: f64,
+    /// As `logprobs`, for the prompt.
+    pub prompt_logprobs: Option<i64>,
+    /// What is added to the logits of these tokens.
+    pub logit_bias: Vec<(u32, f64)>,
+    /// The only tokens that may be sampled; `None` for all.
+    pub allowed_token_ids: Option<Vec<u32>>,
+    /// Words that the output never holds, for the engine to tokenize.
+    pub bad_words: Vec<String>,
+    /// The same, tokenized by a foreign frontend.
+    pub bad_words_token_ids: Vec<Vec<u32>>,
+    /// What the output must look like.
+    pub structured_outputs: Option<StructuredOutputs>,
+    /// Compute the whole prompt; `None` leaves it to the engine.
+    pub skip_reading_prefix_cache: Option<bool>,
+    /// Return the experts that tokens were routed to.
+    pub routed_experts: bool,
+    /// First token of the prompt for which.
+    pub routed_experts_prompt_start: u64,
     /// 0 cumulative, 1 delta, 2 final only: without meaning to the engine.
     pub output_kind: u64,
     /// The token that ends the output without a `stop_reason`; `None` when none does.
@@ -52,6 +80,19 @@ impl Default for SamplingParams {
             stop_token_ids: Vec::new(),
             ignore_eos: false,
             logprobs: None,
+            min_p: 0.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            prompt_logprobs: None,
+            logit_bias: Vec::new(),
+            allowed_token_ids: None,
+            bad_words: Vec::new(),
+            bad_words_token_ids: Vec::new(),
+            structured_outputs: None,
+            skip_reading_prefix_cache: None,
+            routed_experts: false,
+            routed_experts_prompt_start: 0,
             output_kind: 0,
             eos_token_id: None,
             all_stop_token_ids: Vec::new(),
@@ -67,6 +108,21 @@ scalars! {
         kind @ 0..=2_i64 => Self(kind.unsigned_abs()),
         value => return Err(Kind::UnknownValue { value, allowed: "an output kind (0, 1, 2)" }),
     };
+}
+
+/// A map of token ids to numbers, as a list.
+struct LogitBias(Vec<(u32, f64)>);
+
+impl Wire for LogitBias {
+    const EXPECTED: &'static str = "a map";
+
+    fn map<'de, A: MapAccess<'de>>(mut access: A, source: &Source<'_>) -> Result<Self, A::Error> {
+        let mut list = Vec::new();
+        while let Some((token, bias)) = access.next_entry_seed(seed::<u32>(source), seed::<InF32Range>(source))? {
+            list.push((token, bias.0));
+        }
+        Ok(Self(list))
+    }
 }
 
 impl Wire for SamplingParams {
@@ -87,6 +143,21 @@ impl Wire for SamplingParams {
                 "stop_token_ids" => params.stop_token_ids = entry.read::<Option<_>>()?.unwrap_or_default(),
                 "ignore_eos" => params.ignore_eos = entry.read()?,
                 "logprobs" => params.logprobs = entry.read()?,
+                "min_p" => params.min_p = entry.read::<InF32Range>()?.0,
+                "presence_penalty" => params.presence_penalty = entry.read::<InF32Range>()?.0,
+                "frequency_penalty" => params.frequency_penalty = entry.read::<InF32Range>()?.0,
+                "repetition_penalty" => params.repetition_penalty = entry.read::<InF32Range>()?.0,
+                "prompt_logprobs" => params.prompt_logprobs = entry.read()?,
+                "logit_bias" => {
+                    params.logit_bias = entry.read::<Option<LogitBias>>()?.map(|bias| bias.0).unwrap_or_default();
+                }
+                "allowed_token_ids" => params.allowed_token_ids = entry.read()?,
+                "bad_words" => params.bad_words = entry.read::<Option<_>>()?.unwrap_or_default(),
+                "_bad_words_token_ids" => params.bad_words_token_ids = entry.read::<Option<_>>()?.unwrap_or_default(),
+                "structured_outputs" => params.structured_outputs = entry.read()?,
+                "skip_reading_prefix_cache" => params.skip_reading_prefix_cache = entry.read()?,
+                "routed_experts" => params.routed_experts = entry.read()?,
+                "routed_experts_prompt_start" => params.routed_experts_prompt_start = entry.read()?,
                 "output_kind" => params.output_kind = entry.read::<OutputKind>()?.0,
                 "_eos_token_id" => params.eos_token_id = entry.read()?,
                 "_all_stop_token_ids" => params.all_stop_token_ids = entry.read()?,
@@ -101,49 +172,85 @@ impl Wire for SamplingParams {
 impl SamplingParams {
     pub(crate) fn write(&self, writer: &mut Writer) {
         let plain = Self::default();
-        let present = [
-            self.n != plain.n,
-            self.differs_in_temperature(),
-            self.differs_in_top_p(),
-            self.top_k != plain.top_k,
-            self.seed.is_some(),
-            self.max_tokens != plain.max_tokens,
-            self.min_tokens != plain.min_tokens,
-            !self.stop_token_ids.is_empty(),
-            self.ignore_eos,
-            self.logprobs.is_some(),
-            self.output_kind != plain.output_kind,
-            self.eos_token_id.is_some(),
-            !self.all_stop_token_ids.is_empty(),
-        ];
-        writer.map(present.iter().filter(|present| **present).count());
-        let mut present = present.into_iter();
-        let mut entry = |key: &str, write: &dyn Fn(&mut Writer)| {
-            if present.next().unwrap_or(false) {
-                writer.value(key);
-                write(writer);
-            }
-        };
-        entry("n", &|writer| writer.value(self.n));
-        entry("temperature", &|writer| writer.value(self.temperature));
-        entry("top_p", &|writer| writer.value(self.top_p));
-        entry("top_k", &|writer| writer.value(self.top_k));
-        entry("seed", &|writer| writer.value(self.seed));
-        entry("max_tokens", &|writer| writer.value(self.max_tokens));
-        entry("min_tokens", &|writer| writer.value(self.min_tokens));
-        entry("stop_token_ids", &|writer| writer.value(&self.stop_token_ids));
-        entry("ignore_eos", &|writer| writer.value(self.ignore_eos));
-        entry("logprobs", &|writer| writer.value(self.logprobs));
-        entry("output_kind", &|writer| writer.value(self.output_kind));
-        entry("_eos_token_id", &|writer| writer.value(self.eos_token_id));
-        entry("_all_stop_token_ids", &|writer| writer.value(&self.all_stop_token_ids));
+        let mut entries = Entries { writer: Writer::new(), count: 0 };
+        entries.number("n", self.n, plain.n);
+        entries.float("temperature", self.temperature, plain.temperature);
+        entries.float("top_p", self.top_p, plain.top_p);
+        entries.number("top_k", self.top_k, plain.top_k);
+        entries.some("seed", self.seed);
+        entries.number("max_tokens", self.max_tokens, plain.max_tokens);
+        entries.number("min_tokens", self.min_tokens, plain.min_tokens);
+        entries.list("stop_token_ids", &self.stop_token_ids);
+        entries.number("ignore_eos", self.ignore_eos, plain.ignore_eos);
+        entries.some("logprobs", self.logprobs);
+        entries.float("min_p", self.min_p, plain.min_p);
+        entries.float("presence_penalty", self.presence_penalty, plain.presence_penalty);
+        entries.float("frequency_penalty", self.frequency_penalty, plain.frequency_penalty);
+        entries.float("repetition_penalty", self.repetition_penalty, plain.repetition_penalty);
+        entries.some("prompt_logprobs", self.prompt_logprobs);
+        entries.logit_bias(&self.logit_bias);
+        entries.some("allowed_token_ids", self.allowed_token_ids.as_ref());
+        entries.list("bad_words", &self.bad_words);
+        entries.some("structured_outputs", self.structured_outputs.as_ref());
+        entries.some("skip_reading_prefix_cache", self.skip_reading_prefix_cache);
+        entries.number("routed_experts", self.routed_experts, plain.routed_experts);
+        let start = self.routed_experts_prompt_start;
+        entries.number("routed_experts_prompt_start", start, plain.routed_experts_prompt_start);
+        entries.number("output_kind", self.output_kind, plain.output_kind);
+        entries.some("_eos_token_id", self.eos_token_id);
+        entries.list("_all_stop_token_ids", &self.all_stop_token_ids);
+        entries.list("_bad_words_token_ids", &self.bad_words_token_ids);
+        writer.map(entries.count);
+        writer.written(entries.writer);
+    }
+}
+
+/// The entries of the map that differ from their default.
+struct Entries {
+    writer: Writer,
+    count: usize,
+}
+
+impl Entries {
+    fn entry(&mut self, name: &str, value: impl Serialize) {
+        self.count += 1;
+        self.writer.entry(name, value);
     }
 
-    fn differs_in_temperature(&self) -> bool {
-        (self.temperature - 1.0).abs() > 0.0
+    fn number<T: Serialize + PartialEq>(&mut self, name: &str, value: T, plain: T) {
+        if value != plain {
+            self.entry(name, value);
+        }
     }
 
-    fn differs_in_top_p(&self) -> bool {
-        (self.top_p - 1.0).abs() > 0.0
+    fn float(&mut self, name: &str, value: f64, plain: f64) {
+        if (value - plain).abs() > 0.0 {
+            self.entry(name, value);
+        }
+    }
+
+    fn some(&mut self, name: &str, value: Option<impl Serialize>) {
+        if let Some(value) = value {
+            self.entry(name, value);
+        }
+    }
+
+    fn list<T: Serialize>(&mut self, name: &str, list: &[T]) {
+        if !list.is_empty() {
+            self.entry(name, list);
+        }
+    }
+
+    fn logit_bias(&mut self, bias: &[(u32, f64)]) {
+        if bias.is_empty() {
+            return;
+        }
+        self.count += 1;
+        self.writer.value("logit_bias");
+        self.writer.map(bias.len());
+        for (token, number) in bias {
+            self.writer.value(token);
+            self.writer.value(number);
+        }
     }
 }

@@ -15,6 +15,9 @@ pub struct SchedulerStats {
     pub kv_cache_usage: f64,
     /// Steps launched so far.
     pub step_counter: u64,
+    /// What the prefix cache did since the last stats; `None` from engines that don't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefix_cache_stats: Option<PrefixCacheStats>,
     /// Whether the scheduler is paused (ours); `None` from engines that don't say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused: Option<bool>,
@@ -26,7 +29,29 @@ map_struct! {
     defaulted num_waiting_reqs,
     defaulted kv_cache_usage,
     defaulted step_counter,
+    defaulted prefix_cache_stats,
     defaulted paused,
+}
+
+/// Look-ups in the prefix cache. Keys that are absent are 0; unknown ones are ignored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct PrefixCacheStats {
+    /// Requests looked up for the first time.
+    pub requests: u64,
+    /// Their tokens.
+    pub queries: u64,
+    /// Of these, found.
+    pub hits: u64,
+    /// Requests looked up again after a preemption.
+    pub preempted_requests: u64,
+}
+
+map_struct! {
+    PrefixCacheStats:
+    defaulted requests,
+    defaulted queries,
+    defaulted hits,
+    defaulted preempted_requests,
 }
 
 /// How the prompt of a request was computed. Keys that are absent are 0; unknown ones are ignored.

@@ -58,6 +58,11 @@ impl Writer {
         let _written = self.serializer.serialize_newtype_struct(MSGPACK_EXT_STRUCT_NAME, &value);
     }
 
+    /// Values that another writer wrote.
+    pub fn written(&mut self, other: Self) {
+        self.serializer.get_mut().extend_from_slice(&other.into_bytes());
+    }
+
     pub fn raw(&mut self, value: &RawValue) {
         self.serializer.get_mut().extend_from_slice(value.as_bytes());
     }

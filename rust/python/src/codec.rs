@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use rollspan_protocol::{
-    Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, SchedulerStats,
+    Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RoutedExperts, SchedulerStats,
     StopReason, UtilityOutput,
 };
 use serde_json::Value;
@@ -106,6 +106,8 @@ fn message<'py>(
 
 fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> PyResult<Bound<'py, PyAny>> {
     let logprobs = output.new_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?;
+    let prompt_logprobs = output.new_prompt_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?;
+    let experts = output.routed_experts.map(|experts| routed_experts(py, classes, &experts)).transpose()?;
     let finish_reason =
         output.finish_reason.map(|reason| classes.finish_reasons.bind(py).get_item(reason as usize)).transpose()?;
     let stop_reason = match output.stop_reason {
@@ -115,7 +117,10 @@ fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> 
     };
     let error = output
         .error
-        .map(|error| classes.error.bind(py).call1((error.code, error.message, error.retryable)))
+        .map(|error| {
+            let class = classes.error.bind(py);
+            class.call1((error.code, error.message, error.retryable, error.param, error.reason))
+        })
         .transpose()?;
     classes.output.bind(py).call1((
         output.request_id,
@@ -126,6 +131,8 @@ fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> 
         output.prefill_stats.map(|stats| prefill_stats(py, stats)).transpose()?,
         error,
         output.admission.map(|stamp| (stamp.weight_version.to_string(), stamp.weight_commit)),
+        prompt_logprobs,
+        experts,
     ))
 }
 
@@ -137,6 +144,12 @@ fn logprobs_lists<'py>(py: Python<'py>, classes: &Classes, lists: &LogprobsLists
     let floats = array(lists.logprobs.iter().flat_map(|value| value.to_le_bytes()).collect(), "<f4")?;
     let ranks = integers(&lists.sampled_ranks)?;
     classes.logprobs.bind(py).call1((rows(integers(&lists.token_ids)?)?, rows(floats)?, ranks))
+}
+
+/// An array `[tokens, layers, top_k]`, read-only.
+fn routed_experts<'py>(py: Python<'py>, classes: &Classes, experts: &RoutedExperts) -> PyResult<Bound<'py, PyAny>> {
+    let flat = classes.from_buffer.bind(py).call1((PyBytes::new(py, experts.data()), experts.dtype()))?;
+    flat.call_method1("reshape", (experts.shape().to_vec(),))
 }
 
 fn utility_output<'py>(py: Python<'py>, classes: &Classes, utility: UtilityOutput) -> PyResult<Bound<'py, PyAny>> {
@@ -153,6 +166,14 @@ fn scheduler_stats<'py>(py: Python<'py>, stats: &SchedulerStats) -> PyResult<Bou
     dict.set_item("num_waiting_reqs", stats.num_waiting_reqs)?;
     dict.set_item("kv_cache_usage", stats.kv_cache_usage)?;
     dict.set_item("step_counter", stats.step_counter)?;
+    if let Some(cache) = stats.prefix_cache_stats {
+        let counters = PyDict::new(py);
+        counters.set_item("requests", cache.requests)?;
+        counters.set_item("queries", cache.queries)?;
+        counters.set_item("hits", cache.hits)?;
+        counters.set_item("preempted_requests", cache.preempted_requests)?;
+        dict.set_item("prefix_cache_stats", counters)?;
+    }
     if let Some(paused) = stats.paused {
         dict.set_item("paused", paused)?;
     }
