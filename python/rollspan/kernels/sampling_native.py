@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollspan.kernels import native
 from rollspan.kernels.sampling_torch import ROW, Rows, SampleResult
-
-try:
-    from rollspan import _native
-
-    _sample_rows, _score_rows = _native.sample_rows, _native.score_rows
-except (ImportError, AttributeError):  # not built, or built without the kernels: torch does it
-    _sample_rows = _score_rows = None
 
 #: Element types as the extension numbers them.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+@functools.cache
+def _available() -> bool:
+    return native.available() and hasattr(native.module(), "sample_rows")
+
+
 def takes(logits: Tensor) -> bool:
     """True when the extension is there and can read these logits where they are."""
     return (
-        _sample_rows is not None
+        _available()
         and logits.device.type == "cpu"
         and logits.dtype in _KINDS
         and (logits.stride(1) == 1 or logits.shape[1] == 1)
@@ -49,7 +50,7 @@ def sample_rows(
         _point(rows, "reported", logits)
     else:
         rows["reported"], rows["reported_kind"] = rows["scores"], rows["scores_kind"]
-    _sample_rows(
+    native.module().sample_rows(
         _address(rows),
         len(rows),
         logits.shape[1],
@@ -58,7 +59,6 @@ def sample_rows(
         _address(result.logprobs),
         result.ids.shape[1],
         raw_logprobs,
-        torch.get_num_threads(),
     )
 
 
@@ -67,7 +67,7 @@ def score_rows(logits: Tensor, num_top: int, result: SampleResult) -> None:
     rows = np.zeros(len(logits), ROW)
     rows["num_top"] = num_top
     _point(rows, "reported", logits)
-    _score_rows(
+    native.module().score_rows(
         _address(rows),
         len(rows),
         logits.shape[1],
@@ -75,7 +75,6 @@ def score_rows(logits: Tensor, num_top: int, result: SampleResult) -> None:
         _address(result.ids),
         _address(result.logprobs),
         result.ids.shape[1],
-        torch.get_num_threads(),
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollspan.engine.request import Request
-from rollspan.engine.sampler import Sampler, Samples, uniforms
+from rollspan.engine.sampler import Sampler, Samples
+from rollspan.kernels.sampling import uniforms
 from rollspan.protocol.messages import EngineCoreRequest, LogprobsLists
 from rollspan.sampling_params import SamplingParams
 
