@@ -36,6 +36,7 @@ class EngineConfig:
     max_num_seqs: int = _option(256, "most sequences in one step")
     max_num_batched_tokens: int = _option(2048, "most tokens in one step; longer prompts are computed in pieces")
     block_size: int = _option(16, "tokens per KV block")
+    enable_prefix_caching: bool = _option(True, "requests share the KV blocks of equal prefixes, within one commit")
     kv_cache_memory: int | None = _option(None, "bytes for the KV cache (default: a share of the free memory)")
     max_logprobs: int = _option(20, "largest logprobs value that a request may ask for")
     logprobs_mode: str = _option(
@@ -43,6 +44,12 @@ class EngineConfig:
         "log-probs after temperature and truncation (what was sampled from), or the model's own",
         choices=LOGPROBS_MODES,
     )
+    batch_invariant: bool = _option(
+        False,
+        "the same tokens and log-probs to the bit whatever else runs and however it is cut; needs CPU and float32, or "
+        "bfloat16; refuses to start where a self-test finds it cannot be kept",
+    )
+    enable_return_routed_experts: bool = _option(False, "keep which experts computed each token, for requests that ask")
     weight_version: str | None = _option(None, "label of the weights at start (default: the label 'default')")
     weights_root: str | None = _option(None, "directory under which weight updates may be read (none: updates refused)")
     num_threads: int | None = _option(None, "compute threads (default: physical cores minus one, at least 1)")
@@ -65,6 +72,8 @@ class EngineConfig:
             ("engine_index", 0),
         ):
             self._check(name, is_int(getattr(self, name), low, 2**63 - 1), f"an integer of at least {low}")
+        for name in ("enable_prefix_caching", "batch_invariant", "enable_return_routed_experts"):
+            self._check(name, isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_model_len", "kv_cache_memory", "num_threads"):
             value = getattr(self, name)
             least = 2 if name == "max_model_len" else 1

@@ -1,4 +1,5 @@
-"""Scheduler and block pool under random traffic: nothing is lost, nobody starves, no limit is broken."""
+"""Scheduler, block pool and prefix cache under random traffic: nothing is lost, nobody starves, no limit is broken, and
+nobody ever sees keys and values that are not his own or of other weights than he may."""
 
 from __future__ import annotations
 
@@ -14,37 +15,60 @@ from rollspan.sampling_params import SamplingParams
 
 LONGEST = 40
 PROMPTS = st.sampled_from([1, 2, 5, 12, 20, LONGEST - 1])
+#: What one slot of the KV cache holds: the tokens up to its own, the salt, and the commit that computed it.
+Content = tuple[tuple[int, ...], "str | None", int]
 
 
 class Traffic(RuleBasedStateMachine):
-    """A scheduler and what an engine does with its answers, without any tensors: token i of a request is i."""
+    """A scheduler and what an engine does with its answers, without any tensors.
+
+    Token i of a request is i, or i + 1000 from half of its prompt on: many begin alike, not all of them. The "KV cache"
+    holds for each slot what a real one would depend on.
+    """
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 16]),
         spare=st.integers(0, 6),
         sequences=st.integers(1, 6),
         budget=st.integers(0, 30),
+        caching=st.booleans(),
     )
-    def start(self, block_size: int, spare: int, sequences: int, budget: int) -> None:
+    def start(self, block_size: int, spare: int, sequences: int, budget: int, caching: bool) -> None:
         least = -(-LONGEST // block_size)
         self.budget = sequences + budget
         self.sequences = sequences
         pool = BlockPool(least + spare, block_size)
-        self.scheduler = Scheduler(pool, max_num_seqs=sequences, max_num_batched_tokens=self.budget)
+        self.scheduler = Scheduler(
+            pool, max_num_seqs=sequences, max_num_batched_tokens=self.budget, prefix_caching=caching
+        )
+        self.caching = caching
+        self.commit = 0
+        self.slots: dict[int, Content] = {}
+        self.commits: dict[str, list[int]] = {}  # of each running request, by position
         self.open: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.arrivals = 0
 
-    @rule(requests=st.lists(st.tuples(PROMPTS, st.integers(1, 25), st.integers(-1, 1)), min_size=1, max_size=6))
-    def arrive(self, requests: list[tuple[int, int, int]]) -> None:
+    @rule(
+        requests=st.lists(
+            st.tuples(
+                PROMPTS, st.integers(1, 25), st.integers(-1, 1), st.booleans(), st.sampled_from([None, None, "s"])
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+        skip=st.none() | st.booleans(),
+    )
+    def arrive(self, requests: list[tuple[int, int, int, bool, str | None]], skip: bool | None) -> None:
         if self.scheduler.pause_state is PauseState.PAUSED_NEW:
             return  # an engine refuses requests then
-        for prompt, output, priority in requests:
+        for prompt, output, priority, odd, salt in requests:
             self.arrivals += 1
             name = f"r{self.arrivals}"
-            params = SamplingParams(max_tokens=min(output, LONGEST - prompt))
-            message = EngineCoreRequest(name, list(range(prompt)), params, priority=priority)
+            params = SamplingParams(max_tokens=min(output, LONGEST - prompt), skip_reading_prefix_cache=skip)
+            tokens = [i + 1000 if odd and i >= prompt // 2 else i for i in range(prompt)]
+            message = EngineCoreRequest(name, tokens, params, priority=priority, cache_salt=salt)
             self.open[name] = Request(message, admission=("A", 0), arrival=self.arrivals, seed=0)
             self.scheduler.add(self.open[name])
 
@@ -57,14 +81,35 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.finish(request)  # a second time changes nothing
         self.aborted.add(name)
 
-    @rule(state=st.sampled_from(PauseState))
+    @rule(state=st.sampled_from([PauseState.UNPAUSED, *PauseState]))
     def pause_or_resume(self, state: PauseState) -> None:
         self.scheduler.pause_state = state
 
     @rule()
     def clear_cache(self) -> None:
         self.scheduler.preempt_all()
+        self.commits.clear()
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.pool.reset()
+        assert self.scheduler.pool.num_cached == 0
+
+    @rule()
+    def commit_weights(self) -> None:
+        self.commit += 1
+        self.scheduler.commit_weights(self.commit)
+
+    @rule(prompt=PROMPTS, before=st.integers(0, 3), between=st.integers(0, 3))
+    def commit_between_twins(self, prompt: int, before: int, between: int) -> None:
+        self.scheduler.pause_state = PauseState.UNPAUSED
+        self.arrive([(prompt, 5, -2, False, None)], None)
+        self.steps(before + 1)
+        self.commit_weights()
+        self.steps(between + 1)
+        self.arrive([(prompt, 5, -2, False, None)], None)
+        self.steps(2)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
@@ -77,19 +122,41 @@ class Traffic(RuleBasedStateMachine):
         first = min(self.scheduler.running, key=lambda request: request.order, default=None)
         could_work = self.scheduler.has_work()
         scheduled = self.scheduler.schedule()
+        for name, request in self.open.items():
+            if request.status is not RequestStatus.RUNNING:
+                self.commits.pop(name, None)
         self.check_step(scheduled, decoding, never_ran)
         assert bool(scheduled) == could_work
         if first is not None and self.scheduler.pause_state is not PauseState.PAUSED_ALL:
             assert first in [entry.request for entry in scheduled]  # it advances in every step
         for entry in scheduled:
-            samples = entry.samples
+            self.compute(entry)
+        for entry in scheduled:
             entry.request.num_computed_tokens += entry.num_tokens
-            if samples:
+            self.scheduler.register(entry.request)
+            if entry.samples:
                 entry.request.append(entry.request.num_tokens)
             if entry.request.finish_reason is not None:
                 self.scheduler.finish(entry.request)
                 self.finished[entry.request.request_id] = self.open.pop(entry.request.request_id)
         return scheduled
+
+    def compute(self, entry: ScheduledRequest) -> None:
+        """Looks at the keys that the request's rows see, and writes theirs."""
+        request, size = entry.request, self.scheduler.pool.block_size
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + entry.num_tokens
+        slots = [request.block_ids[i // size] * size + i % size for i in range(stop)]
+        known = self.commits.get(request.request_id, [])
+        if start != len(known):  # it has just been admitted: what it has comes out of the prefix cache
+            assert self.caching
+            assert request.params.skip_reading_prefix_cache is not True
+            assert start % size == 0
+            known = [self.commit] * start
+        for i, slot in enumerate(slots[:start]):
+            assert self.slots[slot] == (tuple(request.token_ids[: i + 1]), request.cache_salt, known[i])
+        for i, slot in enumerate(slots[start:], start):
+            self.slots[slot] = (tuple(request.token_ids[: i + 1]), request.cache_salt, self.commit)
+        self.commits[request.request_id] = known + [self.commit] * entry.num_tokens
 
     def check_step(self, scheduled: list[ScheduledRequest], decoding: list[Request], never_ran: set[str]) -> None:
         names = [entry.request.request_id for entry in scheduled]
@@ -102,6 +169,7 @@ class Traffic(RuleBasedStateMachine):
             room = len(request.block_ids) * self.scheduler.pool.block_size
             assert room >= request.num_computed_tokens + entry.num_tokens
             assert 0 not in request.block_ids  # the padding block
+            assert entry.samples == (entry.num_tokens == request.num_pending_tokens)
         if self.scheduler.pause_state is PauseState.PAUSED_ALL:
             assert not scheduled
             return
@@ -138,7 +206,7 @@ class Traffic(RuleBasedStateMachine):
         assert len(self.finished) + len(self.aborted) == self.arrivals
         for request in self.finished.values():
             # Preempted or not, the tokens are the prompt's and then those that were sampled, in order.
-            assert request.token_ids == list(range(request.num_tokens))
+            assert [token % 1000 for token in request.token_ids] == list(range(request.num_tokens))
             assert request.num_output_tokens == request.params.max_tokens
 
 

@@ -1,59 +1,113 @@
-"""Paged attention behind transformers' attention interface, in plain torch operations (any device)."""
+"""The attention function that transformers' models call, and the KV cache that it reads and writes."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from rollspan.engine.input_batch import InputBatch
+from rollspan.kernels import attention as kernels
 
 #: Name under which :func:`paged_attention` is registered with transformers.
 NAME = "rollspan_paged"
 
 
 class PagedCache:
-    """Keys and values of every layer: ``[num_slots, num_kv_heads, head_dim]`` each, made when a layer first runs.
+    """Keys and values of every layer in blocks, made when a layer first runs and its shape is known.
 
-    Slot ``block * block_size + offset`` holds one token. Stale slots are never read: a query sees exactly the slots
-    of its own sequence up to its own position, and the zeros of block 0 as padding.
+    Block 0 stays all zeros. Stale slots are never read: a query sees exactly the slots of its own sequence up to its
+    own position.
+
+    Args:
+        num_blocks: blocks, block 0 included.
+        block_size: tokens per block.
+        backend: name of the attention backend; None for the fastest that supports a layer.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_blocks: int, block_size: int, backend: str | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.backends: dict[int, kernels.AttentionBackend] = {}
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._backend = backend
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token takes over the layers that have run."""
-        return sum(t.nbytes for pair in self._layers.values() for t in pair) // self.num_slots
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over the layers that have run."""
+        return sum(t.nbytes for pair in self._layers.values() for t in pair) // self.num_blocks
 
-    def write(
-        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores ``key`` and ``value`` (``[T, num_kv_heads, head_dim]``) at ``slots`` (int64 ``[T]``).
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[kernels.AttentionBackend, tuple[torch.Tensor, torch.Tensor]]:
+        """Backend and cache of a layer whose keys and values look like ``[T, num_kv_heads, head_dim]``."""
+        cache = self._layers.get(index)
+        if cache is None:
+            heads, head_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
+            backend = kernels.select(
+                key.device,
+                dtype=key.dtype,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                block_size=self.block_size,
+                name=self._backend,
+            )
+            cache = backend.allocate(
+                self.num_blocks, self.block_size, heads, head_dim, value_dim, key.dtype, key.device
+            )
+            self.backends[index], self._layers[index] = backend, cache
+        return self.backends[index], cache
+
+
+class StepContext:
+    """What a forward pass needs to know besides its input ids; travels through the model as ``rollspan_step``.
+
+    Attributes:
+        cache: the KV cache.
+        batch: the step's sequences; set before each forward pass.
+        tracing: the forward pass is being recorded: attention becomes one opaque operation.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.batch: kernels.AttentionBatch | None = None
+        self.tracing = False
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of one layer; 0 stands for no window and no cap.
+
+        Args:
+            query: ``[1, num_heads, T, head_dim]``; key and value likewise with ``num_kv_heads``.
+            sinks: ``[num_heads]``, a further score per head that takes part in the softmax only.
 
         Returns:
-            All keys and all values of the layer.
+            ``[1, T, num_heads, value_head_dim]``.
         """
-        if layer not in self._layers:
-            self._layers[layer] = (_zeros(self.num_slots, key), _zeros(self.num_slots, value))
-        keys, values = self._layers[layer]
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
-        return keys, values
-
-
-def _zeros(num_slots: int, like: torch.Tensor) -> torch.Tensor:
-    shape = (num_slots, *like.shape[1:])
-    if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    # numpy's zeros come from the kernel page by page, on first use; torch's would touch all of a big cache now.
-    return torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, dtype=np.uint8)).view(like.dtype).view(shape)
+        assert self.batch is not None, "no step is running"  # noqa: S101
+        query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        backend, cache = self.cache.layer(layer, key, value)
+        return backend.attend(
+            query,
+            key,
+            value,
+            cache,
+            self.batch,
+            scale=scale,
+            sliding_window=sliding_window or None,
+            softcap=softcap or None,
+            sinks=sinks,
+        )[None]
 
 
 def paged_attention(
@@ -68,11 +122,10 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     *,
-    rollspan_batch: InputBatch,
-    rollspan_cache: PagedCache,
+    rollspan_step: StepContext,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one flattened step.
+    """Attention of one flattened step, as transformers calls it.
 
     Args:
         module: the attention layer; ``layer_idx`` names it.
@@ -83,85 +136,15 @@ def paged_attention(
         scaling: factor of the scores, default ``head_dim ** -0.5``.
         sliding_window: a query at position p sees keys at positions above p - sliding_window.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        s_aux: attention sinks, ``[num_heads]``: a further score per head that takes part in the softmax only.
+        s_aux: attention sinks, ``[num_heads]``.
 
     Returns:
         ``[1, T, num_heads, value_head_dim]``, and None for the weights.
     """
+    attend = torch.ops.rollspan.attend if rollspan_step.tracing else rollspan_step.attend
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = rollspan_cache.write(
-        layer, rollspan_batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
-    heads, kv_heads = query.shape[1], key.shape[1]
-    group = heads // kv_heads
-    queries = query[0].transpose(0, 1)  # [T, H, D]
-    output = queries.new_empty((queries.shape[0], heads, value.shape[-1]))
-    sinks = None if s_aux is None else s_aux.float().view(kv_heads, group, 1, 1)
-    decodes = rollspan_batch.num_decodes
-    if decodes:
-        length = rollspan_batch.decode_slots.shape[1]
-        position = torch.arange(length, device=query.device)
-        last = rollspan_batch.decode_lengths[:, None]
-        visible = position < last
-        if sliding_window is not None:
-            visible &= position >= last - sliding_window
-        slots = rollspan_batch.decode_slots.reshape(-1)
-        seen_keys, seen_values = (
-            cached.index_select(0, slots).view(decodes, length, kv_heads, -1).transpose(1, 2)
-            for cached in (keys, values)
-        )
-        # The heads of a group share their keys: they are the rows of one small matrix product.
-        grouped = queries[:decodes].view(decodes, kv_heads, group, -1)
-        head_sinks = None if sinks is None else sinks[..., 0]
-        result = _attend(
-            grouped, seen_keys, seen_values, visible[:, None, None, :], scale, softcap=softcap, sinks=head_sinks
-        )
-        output[:decodes] = result.reshape(decodes, heads, -1)
-    for prefill in rollspan_batch.prefills:
-        rows = slice(prefill.start, prefill.stop)
-        position = torch.arange(prefill.slots.shape[0], device=query.device)
-        visible = position <= prefill.positions[:, None]
-        if sliding_window is not None:
-            visible &= position > prefill.positions[:, None] - sliding_window
-        seen_keys, seen_values = (
-            cached.index_select(0, prefill.slots).transpose(0, 1)[:, None] for cached in (keys, values)
-        )
-        grouped = queries[rows].view(-1, kv_heads, group, queries.shape[-1]).permute(1, 2, 0, 3)
-        result = _attend(grouped, seen_keys, seen_values, visible, scale, softcap=softcap, sinks=sinks)
-        output[rows] = result.permute(2, 0, 1, 3).reshape(prefill.stop - prefill.start, heads, -1)
-    return output[None], None
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    *,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Softmax attention in float32, the score matrix in full.
-
-    Args:
-        query: ``[..., Q, D]``; key ``[..., K, D]``; value ``[..., K, Dv]``, leading dimensions broadcast.
-        visible: boolean, broadcasts to ``[..., Q, K]``; every query sees at least one key.
-        sinks: scores of the attention sinks, broadcast to ``[..., Q, 1]``.
-
-    Returns:
-        ``[..., Q, Dv]`` in the query's dtype.
-    """
-    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sinks is None:
-        weights = torch.softmax(scores, dim=-1)
-    else:
-        weights = torch.softmax(torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1), dim=-1)[..., :-1]
-    return torch.matmul(weights, value.float()).to(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return attend(query, key, value, layer, scale, sliding_window or 0, softcap or 0.0, s_aux), None
 
 
 AttentionInterface.register(NAME, paged_attention)

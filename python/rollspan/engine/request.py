@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from rollspan.protocol.messages import EngineCoreRequest, FinishReason
+import numpy as np
+
+from rollspan.engine.kv_cache import Parent
+from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists
 from rollspan.sampling_params import SamplingParams
 
 #: (label, commit number) of a set of weights.
@@ -28,6 +31,12 @@ class Request:
         num_prompt_tokens: length of the prompt.
         num_computed_tokens: leading tokens whose KV is in ``block_ids``.
         block_ids: KV blocks, in order of position.
+        num_registered_tokens: leading tokens whose blocks are in the prefix cache, or were found in it.
+        parent: what the next registered block continues; None while the KV is of no single commit, or not cacheable.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when the request first ran.
+        order: sort key: lower priority value first, then first come, first served.
+        prompt_logprobs: of the prompt so far, when asked for: one entry a chunk.
+        num_scored_tokens: leading prompt tokens that have their log-probs.
         admission: stamp of the weights when the request entered the scheduler.
         arrival: order of admission, breaks ties of priority.
     """
@@ -37,12 +46,19 @@ class Request:
         "announced",
         "arrival",
         "block_ids",
+        "cache_salt",
         "client_index",
         "finish_reason",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_registered_tokens",
+        "num_scored_tokens",
+        "order",
         "params",
+        "parent",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "status",
@@ -60,6 +76,13 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.cache_salt = message.cache_salt
+        self.num_registered_tokens = 0
+        self.parent: Parent | None = None
+        self.num_cached_tokens = 0
+        self.order = (message.priority, arrival)
+        self.prompt_logprobs: list[LogprobsLists] = []
+        self.num_scored_tokens = 1  # nothing predicts the first one
         self.admission = admission
         self.announced = False
         self.arrival = arrival
@@ -85,14 +108,23 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: lower priority value first, then first come, first served."""
-        return (self.priority, self.arrival)
+    def reads_prefix_cache(self) -> bool:
+        """False for a request that wants every token of its prompt computed, or needs their logits."""
+        skip = self.params.skip_reading_prefix_cache
+        return not (self.params.prompt_logprobs is not None if skip is None else skip)
 
     @property
     def masks_stop_tokens(self) -> bool:
         """True while min_tokens forbids the tokens that would end the output."""
         return self.num_output_tokens < self.params.min_tokens
+
+    def take_prompt_logprobs(self) -> LogprobsLists | None:
+        """The prompt's log-probs as one, which are forgotten here; None where they were not asked for."""
+        pieces, self.prompt_logprobs = self.prompt_logprobs, []
+        if not pieces:
+            return None
+        arrays = ([getattr(piece, name) for piece in pieces] for name in ("token_ids", "logprobs", "sampled_ranks"))
+        return LogprobsLists(*map(np.concatenate, arrays))
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token and sets ``finish_reason`` when it ends the output.

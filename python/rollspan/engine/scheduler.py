@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
-from rollspan.engine.kv_cache import BlockPool
+from rollspan.engine.kv_cache import BlockKey, BlockPool
 from rollspan.engine.request import Request, RequestStatus
 
 
@@ -18,17 +20,31 @@ class PauseState(Enum):
     PAUSED_ALL = "paused_all"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """``num_tokens`` of the pending tokens of ``request`` run in this step."""
+    """``num_tokens`` of the pending tokens of ``request`` run in this step.
+
+    ``samples``: the step reaches the last known token, so that the next one can be sampled.
+    """
 
     request: Request
     num_tokens: int
+    samples: bool
 
-    @property
-    def samples(self) -> bool:
-        """True when the step reaches the last known token, so that the next one can be sampled."""
-        return self.num_tokens == self.request.num_pending_tokens
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Since the last report: prompts looked up, their tokens, and how many of them were found; and of preempted ones."""
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+
+_BY_ORDER = attrgetter("order")
 
 
 class Scheduler:
@@ -37,17 +53,39 @@ class Scheduler:
     One rule for prefill, chunked prefill, decode and recompute: a request has known tokens and computed tokens, and
     a step computes some of the difference. Decodes come first, then prefills in progress, then new requests by
     priority and arrival. When blocks run out, the last running request in that order loses its blocks and is
-    recomputed later.
+    recomputed later. What the prefix cache holds of a request counts as computed; a request whose next block another
+    one is computing right now waits for it (n outputs of one prompt compute it once).
+
+    Args:
+        pool: the KV blocks.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: most tokens in one step.
+        max_scored_tokens: most tokens of one request in one step while its prompt log-probs are computed.
+        prefix_caching: whether requests share the blocks of equal prefixes.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_scored_tokens: int = 2**31,
+        prefix_caching: bool = True,
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # sorted by order
+        self.num_preemptions = 0
+        self.prefix_stats = PrefixCacheStats()
+        self._max_scored_tokens = max_scored_tokens
+        self._prefix_caching = prefix_caching
+        self._commit = 0
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._computing: dict[BlockKey, Request] = {}  # full blocks that running requests come to next
 
     @property
     def num_waiting(self) -> int:
@@ -74,39 +112,44 @@ class Scheduler:
         """Picks the requests of the next step and gives them the blocks that they need.
 
         Returns:
-            At most ``max_num_seqs`` requests with together at most ``max_num_batched_tokens`` tokens, in no
-            particular order; empty when paused or idle.
+            At most ``max_num_seqs`` requests with together at most ``max_num_batched_tokens`` tokens; decodes first,
+            in an order that stays the same while the same requests run; empty when paused or idle.
         """
         if self.pause_state is PauseState.PAUSED_ALL:
             return []
-        scheduled: dict[str, ScheduledRequest] = {}
+        scheduled: dict[Request, ScheduledRequest] = {}
         budget = self.max_num_batched_tokens
+        block_size = self.pool.block_size
         preempted = False
-        self.running.sort(key=lambda request: (request.num_pending_tokens > 1, request.order))
-        for request in list(self.running):
-            tokens = min(request.num_pending_tokens, budget)
-            if request.status is not RequestStatus.RUNNING or tokens == 0:
+        queue = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens == 1]
+        if len(queue) < len(self.running):
+            queue += [request for request in self.running if len(request.token_ids) - request.num_computed_tokens > 1]
+        for request in queue:
+            if request.status is not RequestStatus.RUNNING or budget == 0:
                 continue
-            while not self.pool.grow(request.block_ids, request.num_computed_tokens + tokens):
-                victim = max(self.running, key=lambda running: running.order)
-                budget += self._unschedule(victim, scheduled)
+            pending = len(request.token_ids) - request.num_computed_tokens
+            tokens = self._chunk(request, pending, budget) if pending > 1 else pending
+            needed = request.num_computed_tokens + tokens
+            while needed > len(request.block_ids) * block_size and not self.pool.grow(request.block_ids, needed):
+                victim = self.running[-1]
+                entry = scheduled.pop(victim, None)
+                budget += 0 if entry is None else entry.num_tokens
                 self.preempt(victim)
                 preempted = True
                 if victim is request:
                     break
             else:
-                scheduled[request.request_id] = ScheduledRequest(request, tokens)
+                scheduled[request] = ScheduledRequest(request, tokens, tokens == pending)
                 budget -= tokens
-        if not preempted:
+        if not preempted and self._waiting:
             self._admit(scheduled, budget)
         return list(scheduled.values())
 
-    @staticmethod
-    def _unschedule(victim: Request, scheduled: dict[str, ScheduledRequest]) -> int:
-        entry = scheduled.pop(victim.request_id, None)
-        return 0 if entry is None else entry.num_tokens
+    def _chunk(self, request: Request, pending: int, budget: int) -> int:
+        scoring = request.params.prompt_logprobs is not None and request.num_scored_tokens < request.num_prompt_tokens
+        return min(pending, budget, self._max_scored_tokens if scoring else pending)
 
-    def _admit(self, scheduled: dict[str, ScheduledRequest], budget: int) -> None:
+    def _admit(self, scheduled: dict[Request, ScheduledRequest], budget: int) -> None:
         skipped = []
         while self._waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             entry = heapq.heappop(self._waiting)
@@ -116,55 +159,137 @@ class Scheduler:
             if self.pause_state is PauseState.PAUSED_NEW and request.status is RequestStatus.WAITING:
                 skipped.append(entry)
                 continue
-            tokens = min(request.num_pending_tokens, budget)
-            if not self.pool.grow(request.block_ids, tokens):
+            found = self._look_up(request)
+            if found is None:
+                skipped.append(entry)
+                continue
+            cached = len(found) * self.pool.block_size
+            pending = len(request.token_ids) - cached
+            tokens = self._chunk(request, pending, budget)
+            self.pool.share(found)
+            if not self.pool.grow(found, cached + tokens):
+                self.pool.release(found)
                 skipped.append(entry)
                 break
+            self._count_hits(request, cached)
+            request.block_ids = found
+            request.num_computed_tokens = request.num_registered_tokens = cached
             request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            scheduled[request.request_id] = ScheduledRequest(request, tokens)
+            self._announce(request)
+            bisect.insort(self.running, request, key=_BY_ORDER)
+            scheduled[request] = ScheduledRequest(request, tokens, tokens == pending)
             budget -= tokens
         for entry in skipped:
             heapq.heappush(self._waiting, entry)
 
+    # The prefix cache
+
+    def _look_up(self, request: Request) -> list[int] | None:
+        """Cached blocks of a request's beginning (never its last token's); None to wait for one being computed."""
+        request.parent = (self._commit, request.cache_salt) if self._prefix_caching else None
+        if request.parent is None or not request.reads_prefix_cache:
+            return []
+        full = (len(request.token_ids) - 1) // self.pool.block_size
+        blocks, request.parent = self.pool.match(request.parent, request.token_ids, full)
+        if len(blocks) < full and self._computing:
+            if self.pool.key(request.parent, request.token_ids, len(blocks)) in self._computing:
+                return None
+        return blocks
+
+    def _count_hits(self, request: Request, cached: int) -> None:
+        stats = self.prefix_stats
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = cached
+            stats.requests += 1
+            stats.queries += len(request.token_ids)
+            stats.hits += cached
+        else:
+            stats.preempted_requests += 1
+            stats.preempted_queries += len(request.token_ids)
+            stats.preempted_hits += cached
+
+    def _announce(self, request: Request) -> None:
+        """Notes the full block that a running request computes next, for others that need the same one."""
+        start = request.num_registered_tokens
+        if request.parent is not None and start + self.pool.block_size <= len(request.token_ids):
+            key = self.pool.key(request.parent, request.token_ids, start // self.pool.block_size)
+            self._computing.setdefault(key, request)
+
+    def _withdraw(self, request: Request) -> None:
+        start = request.num_registered_tokens
+        if request.parent is not None and start + self.pool.block_size <= len(request.token_ids):
+            key = self.pool.key(request.parent, request.token_ids, start // self.pool.block_size)
+            if self._computing.get(key) is request:
+                del self._computing[key]
+
+    def register(self, request: Request) -> None:
+        """Offers the blocks that a running request has filled to later ones. Call it when their step has succeeded."""
+        if request.parent is None:
+            return
+        self._withdraw(request)
+        size = self.pool.block_size
+        while request.num_registered_tokens + size <= request.num_computed_tokens:
+            index = request.num_registered_tokens // size
+            key = self.pool.key(request.parent, request.token_ids, index)
+            request.parent = self.pool.register(request.block_ids[index], key)
+            request.num_registered_tokens += size
+        self._announce(request)
+
+    def commit_weights(self, commit: int) -> None:
+        """Other weights are in force: what is cached of the old ones matches no more.
+
+        Running requests keep their KV, which is of several commits from now on: none of it is offered to others.
+        """
+        self._commit = commit
+        self._computing.clear()
+        for request in self.running:
+            request.parent = None
+
+    # Leaving
+
     def preempt(self, request: Request) -> None:
         """Takes a running request's blocks; its tokens are computed again later."""
-        self.running.remove(request)
-        self.pool.release(request.block_ids)
+        self._leave(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
+        self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
     def preempt_all(self) -> None:
-        """Drops every KV block in use: all running requests are recomputed when they run next."""
+        """Drops every KV block, held or cached: all running requests are recomputed when they run next."""
         for request in list(self.running):
             self.preempt(request)
+        self.pool.reset()
 
     def finish(self, request: Request) -> None:
         """Forgets a request and frees its blocks; a queue entry that is left is skipped later."""
         if self.requests.pop(request.request_id, None) is None:
             return
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        self.pool.release(request.block_ids)
+            self._leave(request)
         request.status = RequestStatus.FINISHED
         if len(self._waiting) > 2 * len(self.requests) + 64:
             self._waiting = [entry for entry in self._waiting if entry[1].status is not RequestStatus.FINISHED]
             heapq.heapify(self._waiting)
 
+    def _leave(self, request: Request) -> None:
+        self._withdraw(request)
+        request.parent = None
+        self.running.remove(request)
+        self.pool.release(request.block_ids)
+
     def check(self) -> None:
         """Verifies the invariants; called when the engine goes idle and by tests.
 
         Raises:
-            RuntimeError: a block is lost or held twice, or a list and a status disagree.
+            RuntimeError: a block is lost or counted wrongly, or a list and a status disagree.
         """
-        held = [block for request in self.requests.values() for block in request.block_ids]
-        if len(held) != len(set(held)) or len(held) + self.pool.num_free != self.pool.num_blocks:
-            raise RuntimeError(
-                f"KV blocks: {len(held)} held ({len(set(held))} distinct), {self.pool.num_free} free, "
-                f"{self.pool.num_blocks} in all"
-            )
+        self.pool.check([request.block_ids for request in self.requests.values()])
         running = {request.request_id for request in self.running}
         states = {key for key, request in self.requests.items() if request.status is RequestStatus.RUNNING}
         if running != states or len(running) != len(self.running):
             raise RuntimeError(f"running list {sorted(running)} differs from the states {sorted(states)}")
+        if self.running != sorted(self.running, key=_BY_ORDER):
+            raise RuntimeError("the running list is out of order")
+        if not set(self._computing.values()) <= set(self.running):
+            raise RuntimeError("a block is said to be computed by a request that does not run")

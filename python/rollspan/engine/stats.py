@@ -1,14 +1,20 @@
-"""The scheduler_stats map of EngineCoreOutputs: vLLM's keys, all of them, and ours."""
+"""The maps of figures in EngineCoreOutputs, scheduler_stats and prefill_stats: vLLM's keys, all of them, and ours."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from rollspan.engine.scheduler import PauseState, Scheduler
+from rollspan.engine.request import Request
+from rollspan.engine.scheduler import PauseState, PrefixCacheStats, Scheduler
 
 
 def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
-    """State of the scheduler now. ``kv_cache_usage`` is a share from 0 to 1; ``paused`` is our own key."""
+    """State of the scheduler now, and what its prefix cache did since the last call.
+
+    ``kv_cache_usage`` is a share from 0 to 1; ``paused`` and ``num_preemptions`` (since the start) are our own keys.
+    """
+    prefix, scheduler.prefix_stats = scheduler.prefix_stats, PrefixCacheStats()
     return {
         "num_running_reqs": len(scheduler.running),
         "num_waiting_reqs": scheduler.num_waiting,
@@ -18,16 +24,7 @@ def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
         "current_wave": 0,
         "kv_cache_usage": scheduler.pool.usage,
         "iteration_details": None,
-        "prefix_cache_stats": {
-            "reset": False,
-            "requests": 0,
-            "queries": 0,
-            "hits": 0,
-            "preempted_requests": 0,
-            "preempted_queries": 0,
-            "preempted_hits": 0,
-            "hits_by_source": {},
-        },
+        "prefix_cache_stats": {"reset": False, **dataclasses.asdict(prefix), "hits_by_source": {}},
         "connector_prefix_cache_stats": None,
         "kv_cache_eviction_events": [],
         "spec_decoding_stats": None,
@@ -38,4 +35,18 @@ def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
         "cudagraph_stats": None,
         "perf_stats": None,
         "paused": scheduler.pause_state is not PauseState.UNPAUSED,
+        "num_preemptions": scheduler.num_preemptions,
+    }
+
+
+def prefill_stats(request: Request) -> dict[str, int]:
+    """Tokens of a request's prompt, by where their KV came from; sent with its first output."""
+    cached = request.num_cached_tokens
+    return {
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_computed_tokens": request.num_prompt_tokens - cached,
+        "num_cached_tokens": cached,
+        "num_local_cached_tokens": cached,
+        "num_external_cached_tokens": 0,
+        "num_cache_creation_tokens": 0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ def scheduler(*, blocks: int = 100, block_size: int = 4, sequences: int = 8, bud
 
 
 def add(target: Scheduler, name: str, prompt: int, priority: int = 0) -> Request:
-    message = EngineCoreRequest(name, [1] * prompt, SamplingParams(max_tokens=100), priority=priority)
-    request = Request(message, admission=("A", 0), arrival=next(ARRIVALS), seed=0)
+    """A request whose prompt is like no other's."""
+    arrival = next(ARRIVALS)
+    message = EngineCoreRequest(name, [arrival] * prompt, SamplingParams(max_tokens=100), priority=priority)
+    request = Request(message, admission=("A", 0), arrival=arrival, seed=0)
     target.add(request)
     return request
 
@@ -30,9 +33,9 @@ def step(target: Scheduler) -> dict[str, int]:
     """Runs one step as an engine does; returns how many tokens of which request ran."""
     scheduled = target.schedule()
     for entry in scheduled:
-        samples = entry.samples
         entry.request.num_computed_tokens += entry.num_tokens
-        if samples:
+        target.register(entry.request)
+        if entry.samples:
             entry.request.append(7)
     target.check()
     return {entry.request.request_id: entry.num_tokens for entry in scheduled}
@@ -97,14 +100,14 @@ def test_the_last_in_order_loses_its_blocks_when_they_run_out() -> None:
     assert late.num_tokens == 5
 
 
-def test_a_preempted_request_is_computed_again_from_its_first_token_and_goes_on() -> None:
+def test_a_preempted_request_is_computed_again_but_for_what_is_still_cached_and_goes_on() -> None:
     target = scheduler(blocks=4, block_size=4)
     first, second = add(target, "first", 6), add(target, "second", 6)
     while second.status is not RequestStatus.PREEMPTED:
         step(target)
     known = second.num_tokens
     target.finish(first)
-    assert step(target) == {"second": known}
+    assert step(target) == {"second": known - 4}
     assert second.num_tokens == known + 1
 
 
@@ -201,3 +204,112 @@ def test_the_invariants_are_checked_for_what_they_say() -> None:
     target.running.clear()
     with pytest.raises(RuntimeError, match="running list"):
         target.check()
+
+
+def add_prompt(target: Scheduler, name: str, prompt: list[int], **fields: Any) -> Request:
+    params = SamplingParams(max_tokens=100, **{k: fields.pop(k) for k in list(fields) if k != "cache_salt"})
+    request = Request(
+        EngineCoreRequest(name, prompt, params, **fields), admission=("A", 0), arrival=next(ARRIVALS), seed=0
+    )
+    target.add(request)
+    return request
+
+
+def test_outputs_of_one_prompt_compute_it_once() -> None:
+    target = scheduler(budget=64)
+    requests = [add_prompt(target, name, list(range(100, 118))) for name in "abc"]
+    assert step(target) == {"a": 18}  # the others wait for it
+    assert step(target) == {"a": 1, "b": 2, "c": 2}
+    assert [request.num_cached_tokens for request in requests] == [0, 16, 16]
+    assert requests[1].block_ids[:4] == requests[0].block_ids[:4]
+
+
+def test_who_shares_a_prompt_in_pieces_follows_it_piece_by_piece() -> None:
+    target = scheduler(budget=8)
+    add_prompt(target, "a", list(range(20)))
+    add_prompt(target, "b", list(range(20)))
+    assert [step(target) for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 4, "b": 4}, {"a": 1, "b": 1}]
+
+
+def test_a_conversation_finds_its_earlier_turn_outputs_included() -> None:
+    target = scheduler(budget=64)
+    first = add_prompt(target, "first", [1, 2, 3, 4, 5, 6])
+    for _ in range(8):
+        step(target)
+    target.finish(first)
+    second = add_prompt(target, "second", [*first.token_ids, 8, 9])
+    assert step(target) == {"second": 16 - 12}
+    assert second.num_cached_tokens == 12
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    target = scheduler(budget=64)
+    prompt = list(range(8))
+    target.finish(run_once(target, "a", prompt))
+    assert run_once(target, "b", prompt).num_cached_tokens == 4
+
+
+def run_once(target: Scheduler, name: str, prompt: list[int], **fields: Any) -> Request:
+    request = add_prompt(target, name, prompt, **fields)
+    step(target)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("fields", "hits"),
+    [
+        ({}, 8),
+        ({"cache_salt": "other"}, 0),
+        ({"skip_reading_prefix_cache": True}, 0),
+        ({"prompt_logprobs": 0}, 0),  # their logits are needed
+        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, 8),
+    ],
+)
+def test_who_may_share_what_is_cached(fields: dict[str, Any], hits: int) -> None:
+    target = scheduler(budget=64)
+    target.finish(run_once(target, "a", list(range(12))))
+    assert run_once(target, "b", list(range(12)), **fields).num_cached_tokens == hits
+
+
+def test_nothing_of_older_weights_is_shared_and_nothing_that_mixes_them_is_offered() -> None:
+    target = scheduler(budget=64)
+    running = run_once(target, "running", list(range(10)))
+    target.commit_weights(1)
+    assert run_once(target, "new", list(range(10))).num_cached_tokens == 0
+    cached = target.pool.num_cached
+    for _ in range(8):
+        step(target)
+    # "running" has filled blocks since, with keys of both weights among those before: only those of "new" are cached.
+    assert len(running.block_ids) == 5
+    assert target.pool.num_cached == cached + 2
+    target.preempt(running)
+    step(target)
+    assert (running.num_computed_tokens, running.num_registered_tokens) == (20, 20)  # computed anew, offered again
+
+
+def test_cached_blocks_serve_as_free_ones_and_go_oldest_first() -> None:
+    target = scheduler(blocks=6, budget=64)
+    target.finish(run_once(target, "old", list(range(100, 109))))
+    target.finish(run_once(target, "new", list(range(200, 209))))
+    assert (target.pool.num_free, target.pool.num_cached) == (6, 4)
+    target.finish(run_once(target, "big", list(range(300, 314))))  # four blocks: two blank ones and those of "old"
+    assert run_once(target, "old again", list(range(100, 109))).num_cached_tokens == 0
+    assert target.pool.num_free == 6 - 3
+
+
+def test_clearing_and_resetting_forget_what_is_cached() -> None:
+    target = scheduler(budget=64)
+    run_once(target, "a", list(range(12)))
+    target.pool.reset()
+    target.check()
+    assert run_once(target, "b", list(range(12))).num_cached_tokens == 0
+    target.preempt_all()
+    assert step(target) == {"a": 14}  # "b" waits for the blocks that it shares with it
+    assert step(target) == {"a": 1, "b": 1}
+
+
+def test_a_prompt_that_is_scored_comes_in_pieces_of_a_bounded_size() -> None:
+    target = Scheduler(BlockPool(100, 4), max_num_seqs=8, max_num_batched_tokens=64, max_scored_tokens=6)
+    add_prompt(target, "scored", list(range(20)), prompt_logprobs=1)
+    add_prompt(target, "plain", list(range(50, 70)))
+    assert step(target) == {"scored": 6, "plain": 20}

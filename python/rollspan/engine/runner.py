@@ -1,0 +1,144 @@
+"""Which runner computes a model, and how much of everything it is given."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from rollspan.config import EngineConfig
+from rollspan.engine.compat import CompatRunner
+from rollspan.engine.input_batch import StepLogits
+from rollspan.engine.loader import compat_reason
+from rollspan.engine.model_runner import ModelRunner
+from rollspan.engine.scheduler import ScheduledRequest
+from rollspan.engine.self_check import SelfCheck
+from rollspan.errors import RollspanError
+
+logger = logging.getLogger("rollspan.engine")
+
+#: Share of the free memory that the KV cache takes by default.
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.9}
+#: Bytes of logits that the prompt log-probs of one request may take in one step.
+SCORED_BYTES = 1 << 26
+
+
+class Runner(Protocol):
+    """What computes the steps of a model."""
+
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
+        """One forward pass over what the scheduler picked."""
+
+    def after_commit(self) -> None:
+        """Other weights are in force: what was derived from the old ones is made anew."""
+
+    def facts(self) -> dict[str, Any]:
+        """What ``server_info`` tells of the runner."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A runner and its measures.
+
+    Attributes:
+        num_blocks: KV blocks, the padding block not counted.
+        max_model_len: tokens of prompt and output together.
+        max_scored_tokens: most prompt tokens of one request to score in one step.
+        vocab_size: columns of the logits.
+        shares_blocks: False where KV blocks are mere accounts, which cannot be shared.
+    """
+
+    runner: Runner
+    num_blocks: int
+    max_model_len: int
+    max_scored_tokens: int
+    vocab_size: int
+    shares_blocks: bool
+
+
+def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> Placement:
+    """Chooses the runner for a model, checks it, and gives it memory.
+
+    Raises:
+        RollspanError: no runner computes what the model computes by itself, or the KV cache cannot hold one request.
+    """
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    max_model_len = _max_model_len(model, config)
+    runner: ModelRunner | CompatRunner
+    reason = compat_reason(model)
+    if reason is None:
+        check = SelfCheck(model, vocab_size=vocab_size, block_size=config.block_size, device=device)
+        runner = ModelRunner(model, config, device, num_blocks=check.num_blocks)
+        reason = runner.choose_forward(check)
+    if reason is None:
+        num_blocks = _num_blocks(runner.bytes_per_block, config, max_model_len, device)
+        runner.allocate(num_blocks)
+    else:
+        runner = CompatRunner(model, vocab_size=vocab_size, block_size=config.block_size, device=device, reason=reason)
+        block_bytes = config.block_size * runner.bytes_per_token + runner.bytes_per_sequence
+        num_blocks = _num_blocks(max(block_bytes, 1), config, max_model_len, device)
+    return Placement(
+        runner,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_scored_tokens=max(16, SCORED_BYTES // (4 * vocab_size)),
+        vocab_size=vocab_size,
+        shares_blocks=reason is None,
+    )
+
+
+def _num_blocks(block_bytes: int, config: EngineConfig, max_model_len: int, device: torch.device) -> int:
+    longest = -(-max_model_len // config.block_size)
+    memory = config.kv_cache_memory
+    if memory is None:
+        memory = int(_free_memory(device) * MEMORY_SHARE[device.type])
+    blocks = min(memory // block_bytes - 1, longest * config.max_num_seqs)
+    if blocks < longest:
+        raise RollspanError(
+            f"the KV cache of {memory} bytes holds {max(blocks, 0) * config.block_size} tokens, one request of "
+            f"max_model_len {max_model_len} needs {longest * config.block_size}: give more with "
+            "--kv-cache-memory or lower --max-model-len",
+            reason="invalid_request",
+            param="kv_cache_memory",
+        )
+    return blocks
+
+
+def _max_model_len(model: PreTrainedModel, config: EngineConfig) -> int:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.max_model_len or limit or 4096
+    if limit and length > limit:
+        raise RollspanError(
+            f"max_model_len must be at most the model's {limit}, got {length}",
+            reason="invalid_request",
+            param="max_model_len",
+        )
+    return int(length)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes free on the device; on the CPU what the system can give without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(min(int(fields["MemAvailable"].split()[0]) * 1024, _container_memory()))
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _container_memory() -> float:
+    """Bytes that the control group leaves to this process; infinite where it sets no limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return float("inf") if limit == "max" else max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return float("inf")
