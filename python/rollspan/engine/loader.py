@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from rollspan.config import EngineConfig
@@ -18,7 +22,7 @@ from rollspan.protocol.messages import ModelFacts
 
 logger = logging.getLogger("rollspan.engine")
 
-#: Kinds of layers that the paged attention computes; models with others are refused by name.
+#: Kinds of layers that paged attention computes; models with others need the compat runner.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -41,14 +45,14 @@ def select_device(name: str) -> torch.device:
 
 
 def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, ModelFacts]:
-    """Loads ``config.model`` with the paged attention selected.
+    """Loads ``config.model``, with paged attention selected unless :func:`compat_reason` speaks against it.
 
     Returns:
         The model in evaluation mode on ``device``, and what clients are told of it.
 
     Raises:
         RollspanError: ``weights_invalid`` for a missing or broken directory, missing tensors or wrong shapes, or a
-            kind of model that the engine cannot compute.
+            kind of model that is no decoder.
     """
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
@@ -56,32 +60,30 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
     directory = config.model_directory()
     try:
         model_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        _check_layers(model_config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,  # code that comes with weights is never run, and nobody is asked
-            ignore_mismatched_sizes=True,  # they are in the report, by name
-            output_loading_info=True,
-        )
-        model: PreTrainedModel = loaded[0]
-        _check_report(config.model, loaded[1])
-        model.to(device)  # type: ignore[arg-type]
+        if getattr(model_config, "is_encoder_decoder", False):
+            name = type(model_config).__name__
+            raise _refuse(f"{name} is an encoder-decoder model; only decoders are supported")
+        options: dict[str, Any] = {
+            "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+            "use_safetensors": True,
+            "local_files_only": True,
+            "trust_remote_code": False,  # code that comes with weights is never run, and nobody is asked
+            "ignore_mismatched_sizes": True,  # they are in the report, by name
+            "output_loading_info": True,
+        }
+        with Progress(directory) as progress:
+            model, report = _from_pretrained(directory, not foreign_layers(model_config), options)
+            _check_report(config.model, report)
+            weights = [*model.parameters(), *model.buffers()]
+            for tensor in progress.over(weights):
+                # Loading maps the files: whoever overwrites them would change weights under an unchanged label.
+                tensor.data = tensor.data.clone() if device.type == "cpu" else tensor.data.to(device)
         model.requires_grad_(False)
         model.eval()
-        if device.type == "cpu":
-            # Loading maps the files: whoever overwrites them would change weights under an unchanged label.
-            for weights in (*model.parameters(), *model.buffers()):
-                weights.data = weights.data.clone()
         return model, _facts(config, directory, model, device)
     except RollspanError:
         raise
     except Exception as error:  # configurations and model code raise anything
-        if isinstance(error, KeyError) and error.args == (attention.NAME,):
-            raise _refuse(f"model {config.model!r} has an attention of its own kind, which is not supported") from error
         raise _refuse(f"model {config.model!r} cannot be loaded: {one_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -100,16 +102,107 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _check_layers(config: PretrainedConfig) -> None:
-    text = config.get_text_config()
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+def _from_pretrained(directory: Path, paged: bool, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, with paged attention if that is wanted and possible, and what was amiss with its files."""
+    loaded: Any
+    if paged:
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention.NAME, **options)
+            loaded[0].set_attn_implementation("eager")
+            # Models that know nothing of the attention interface stay as they were made: without any causal mask.
+            if loaded[0].config._attn_implementation == "eager":
+                loaded[0].set_attn_implementation(attention.NAME)
+                return loaded  # type: ignore[no-any-return]
+        except KeyError as error:
+            if error.args != (attention.NAME,):
+                raise
+    loaded = AutoModelForCausalLM.from_pretrained(directory, **options)
+    return loaded  # type: ignore[no-any-return]
+
+
+def foreign_layers(config: PretrainedConfig) -> list[str]:
+    """Kinds of layers that paged attention does not compute; a model that does not tell its kinds has none here."""
+    return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES)
+
+
+def compat_reason(model: PreTrainedModel) -> str | None:
+    """Why paged attention is out of the question for a loaded model, as the end of a sentence about it; else None."""
+    foreign = foreign_layers(model.config)
     if foreign:
-        raise _refuse(
-            f"{type(config).__name__} has layers of type {', '.join(foreign)}; "
-            f"supported are {', '.join(sorted(LAYER_TYPES))}"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise _refuse(f"{type(config).__name__} is an encoder-decoder model; only decoders are supported")
+        return f"has layers of type {', '.join(foreign)}"
+    return None if model.config._attn_implementation == attention.NAME else "has an attention of its own kind"
+
+
+class Progress:
+    """Reports in the log how far loading is, once a second at most, and not before two seconds are over.
+
+    Used as a context, it follows transformers' own loading; :meth:`over` follows what comes after that.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        self._start = self._last = time.monotonic()
+        self._last += 1.0
+        self._previous: Any = None
+
+    def __enter__(self) -> Progress:
+        self._previous = transformers_logging.set_tqdm_hook(lambda _, args, __: self.over(*args[:1]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_tqdm_hook(self._previous)
+
+    def over(self, items: Any) -> Iterator[Any]:
+        """Yields the items of a collection; the share of those done is reported."""
+        for index, item in enumerate(items):
+            yield item
+            now = time.monotonic()
+            if now - self._last >= 1.0:
+                self._last = now
+                share = (index + 1) / len(items)
+                logger.info(
+                    "loading weights: %.0f %% of %.1f GB, %.0f s", 100 * share, self._bytes / 1e9, now - self._start
+                )
+
+
+def checkpoint_to_parameters(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Renames and merges tensors as transformers does when it loads a checkpoint of this model.
+
+    Args:
+        model: loaded by :func:`load_model`.
+        tensors: by their names in a checkpoint, all that belongs together at once (the experts of a layer); names
+            of the model itself are fine as well.
+
+    Returns:
+        Tensors by the model's names; those that nothing is known of keep theirs.
+
+    Raises:
+        RollspanError: ``weights_invalid``: tensors cannot be merged.
+    """
+    known = model.state_dict(keep_vars=True)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    result: dict[str, torch.Tensor] = {}
+    merged: dict[str, WeightConverter] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if name in known or target not in known:
+            result[name] = tensors[name]
+        elif pattern is None:
+            result[target] = tensors[name]
+        else:
+            converter = merged.setdefault(target, copy.deepcopy(by_pattern[pattern]))
+            converter.add_tensor(target, name, pattern, tensors[name])
+    for target, converter in merged.items():
+        try:
+            found = converter.convert(target, model=model, config=model.config)
+        except Exception as error:  # the operations raise anything
+            text = f"the tensors of {target!r} cannot be merged: {one_line(error)}"
+            raise RollspanError(text, reason="weights_invalid", param="update_info") from error
+        result.update({name: value[0] if isinstance(value, list) else value for name, value in found.items()})
+    return result
 
 
 def one_line(error: Exception) -> str:
