@@ -1,6 +1,6 @@
 //! One output sequence: what the engine said so far, and what its reader has not seen.
 
-use rollspan_protocol::{Admission, EngineCoreOutput, FinishReason, LogprobsLists, StopReason};
+use rollspan_protocol::{Admission, EngineCoreOutput, FinishReason, LogprobsLists, RoutedExperts, StopReason};
 
 use crate::error::{ApiError, Reason};
 use crate::spans::SpanBuilder;
@@ -13,6 +13,8 @@ pub struct Choice {
     wants_logprobs: bool,
     token_ids: Vec<u32>,
     logprobs: LogprobsLists,
+    prompt_logprobs: Prompt,
+    routed_experts: Option<Box<RoutedExperts>>,
     spans: SpanBuilder,
     admission: Option<Admission>,
     cached_tokens: u64,
@@ -20,6 +22,16 @@ pub struct Choice {
     stop_reason: Option<StopReason>,
     taken: usize,
     finish_taken: bool,
+}
+
+/// Log-probs of the prompt.
+#[derive(Debug, Clone, Default)]
+enum Prompt {
+    #[default]
+    NotWanted,
+    /// Of so many tokens; the engine has not sent them yet.
+    Expected(usize),
+    Here(Box<LogprobsLists>),
 }
 
 /// What a reader takes of a sequence.
@@ -37,6 +49,11 @@ impl Choice {
     /// Sequence number `index` of its request.
     pub fn new(index: usize, wants_logprobs: bool) -> Self {
         Self { index, wants_logprobs, ..Self::default() }
+    }
+
+    /// Asks for log-probs of the prompt's tokens after the first, `rows` of them.
+    pub fn expect_prompt_logprobs(&mut self, rows: usize) {
+        self.prompt_logprobs = if rows == 0 { Prompt::Here(Box::default()) } else { Prompt::Expected(rows) };
     }
 
     /// Takes what one step produced; `version` and `commit` are those of the message that it came in.
@@ -67,14 +84,20 @@ impl Choice {
             ));
         }
         let count = output.new_token_ids.len();
+        if let Prompt::Expected(rows) = self.prompt_logprobs {
+            let found = output.new_prompt_logprobs.as_ref().map(|lists| lists.positions());
+            match output.new_prompt_logprobs {
+                Some(lists) if lists.positions() == rows => self.prompt_logprobs = Prompt::Here(lists),
+                None if count == 0 => {}
+                _ => return Err(self.undecodable(rows, "tokens of the prompt", found.unwrap_or(0))),
+            }
+        }
         if self.wants_logprobs && count > 0 {
             let rows = output.new_logprobs.as_ref().map_or(0, LogprobsLists::positions);
             let width = output.new_logprobs.as_ref().map_or(0, |lists| lists.width);
             let fits = self.logprobs.positions() == 0 || self.logprobs.width == width;
             if rows != count || !fits {
-                self.finish_reason = Some(FinishReason::Error);
-                let message = format!("the engine sent {count} tokens with {rows} log-probs");
-                return Err(ApiError::new(Reason::DecodeError, message));
+                return Err(self.undecodable(count, "tokens", rows));
             }
             if let Some(lists) = output.new_logprobs {
                 self.logprobs.extend(&lists);
@@ -85,8 +108,15 @@ impl Choice {
         if output.finish_reason.is_some() {
             self.finish_reason = output.finish_reason;
             self.stop_reason = output.stop_reason;
+            self.routed_experts = output.routed_experts;
         }
         Ok(())
+    }
+
+    /// Ends the sequence, as its log-probs do not fit.
+    fn undecodable(&mut self, count: usize, what: &str, rows: usize) -> ApiError {
+        self.finish_reason = Some(FinishReason::Error);
+        ApiError::new(Reason::DecodeError, format!("the engine sent {count} {what} with {rows} log-probs"))
     }
 
     /// Ends the sequence from outside with what it has; later outputs of the engine are ignored.
@@ -131,6 +161,19 @@ impl Choice {
     /// Log-probs of [`Choice::token_ids`], when asked for.
     pub fn logprobs(&self) -> Option<&LogprobsLists> {
         self.wants_logprobs.then_some(&self.logprobs)
+    }
+
+    /// Log-probs of the prompt's tokens after the first, when asked for and here.
+    pub fn prompt_logprobs(&self) -> Option<&LogprobsLists> {
+        match &self.prompt_logprobs {
+            Prompt::Here(lists) => Some(lists),
+            _ => None,
+        }
+    }
+
+    /// Which experts the tokens were routed to, when asked for; at the end.
+    pub fn routed_experts(&self) -> Option<&RoutedExperts> {
+        self.routed_experts.as_deref()
     }
 
     /// Which weights sampled which token of the whole output.

@@ -4,8 +4,10 @@ use rollspan_protocol::FinishReason;
 use serde::Serialize;
 
 use crate::choice::Choice;
-use crate::collected::{AnswerFacts, RootStamp, Stop, Usage};
+use crate::collected::{AnswerFacts, RootStamp, Stop, Usage, prompt_logprobs};
 use crate::logprobs::Objects;
+use crate::npy;
+use crate::prompt_logprobs::PromptLogprobs;
 use crate::request::GenerateRequest;
 use crate::spans::{CommitSpan, VersionSpan};
 
@@ -15,6 +17,8 @@ struct Chunk<'a> {
     choices: [ChunkChoice<'a>; 1],
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Usage>,
     #[serde(flatten)]
@@ -48,6 +52,8 @@ struct ChunkChoice<'a> {
 #[derive(Serialize)]
 struct ChoiceEnd<'a> {
     stop_reason: Option<Stop<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    routed_experts: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -115,9 +121,13 @@ impl ChunkWriter {
                     .sampling_params
                     .logprobs
                     .map(|_| Objects { lists: Some(&delta.logprobs), top: request.top_logprobs() }),
-                last: finished.then(|| ChoiceEnd { stop_reason: Stop::of(choice) }),
+                last: finished.then(|| ChoiceEnd {
+                    stop_reason: Stop::of(choice),
+                    routed_experts: choice.routed_experts().map(npy::encoded),
+                }),
                 spans: spans.map(|spans| ChunkSpans { weight_versions: spans.versions, weight_commits: spans.commits }),
             }],
+            prompt_logprobs: prompt_logprobs(request, choices).filter(|_| index == 0 && delta.start == 0),
             prompt_token_ids: (first && request.return_token_ids).then_some(&*request.token_ids),
             usage: continuous.then(|| Usage::new(request, self.completion_tokens, choices)),
             last: finished.then(|| {

@@ -4,6 +4,8 @@ use rollspan_protocol::{FinishReason, StopReason};
 
 use crate::choice::Choice;
 use crate::logprobs::Objects;
+use crate::npy;
+use crate::prompt_logprobs::PromptLogprobs;
 use crate::request::GenerateRequest;
 use crate::spans::{CommitSpan, VersionSpan};
 
@@ -96,7 +98,7 @@ struct Answer<'a> {
     weight_version: Option<&'a str>,
     weight_commit: Option<u64>,
     prompt_token_ids: Option<&'a [u32]>,
-    prompt_logprobs: (),
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
     kv_transfer_params: (),
     ec_transfer_params: (),
     choices: Vec<AnswerChoice<'a>>,
@@ -109,7 +111,7 @@ struct AnswerChoice<'a> {
     finish_reason: Option<&'static str>,
     stop_reason: Option<Stop<'a>>,
     logprobs: Option<Objects<'a>>,
-    routed_experts: (),
+    routed_experts: Option<String>,
     weight_versions: Option<Vec<VersionSpan>>,
     weight_commits: Option<Vec<CommitSpan>>,
 }
@@ -123,11 +125,17 @@ impl<'a> AnswerChoice<'a> {
             finish_reason: choice.finish_reason().map(FinishReason::as_str),
             stop_reason: Stop::of(choice),
             logprobs: choice.logprobs().map(|lists| Objects { lists: Some(lists), top }),
-            routed_experts: (),
+            routed_experts: choice.routed_experts().map(npy::encoded),
             weight_versions: spans.versions,
             weight_commits: spans.commits,
         }
     }
+}
+
+/// Log-probs of the prompt, which come with the first sequence.
+pub(crate) fn prompt_logprobs<'a>(request: &GenerateRequest, choices: &'a [Choice]) -> Option<PromptLogprobs<'a>> {
+    let lists = choices.first().and_then(Choice::prompt_logprobs)?;
+    Some(PromptLogprobs { lists, top: request.top_prompt_logprobs() })
 }
 
 /// The JSON body of a collected answer: all sequences of the request, ended, with nothing taken from them.
@@ -152,7 +160,7 @@ pub fn collected(
         weight_version: stamp.weight_version,
         weight_commit: stamp.weight_commit,
         prompt_token_ids: request.return_token_ids.then_some(&*request.token_ids),
-        prompt_logprobs: (),
+        prompt_logprobs: prompt_logprobs(request, choices),
         kv_transfer_params: (),
         ec_transfer_params: (),
         choices: choices.iter().map(|choice| AnswerChoice::new(choice, top)).collect(),

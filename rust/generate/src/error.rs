@@ -138,11 +138,12 @@ impl ApiError {
 
 impl From<&EngineError> for ApiError {
     fn from(error: &EngineError) -> Self {
-        let reason = match error.code.as_str() {
-            "validation_error" => Reason::InvalidRequest,
-            code => Reason::from_name(code),
+        let reason = match (error.reason.as_deref(), error.code.as_str()) {
+            (Some(reason), _) => Reason::from_name(reason),
+            (None, "validation_error") => Reason::InvalidRequest,
+            (None, code) => Reason::from_name(code),
         };
-        Self::new(reason, error.message.clone())
+        Self { param: error.param.clone(), ..Self::new(reason, error.message.clone()) }
     }
 }
 

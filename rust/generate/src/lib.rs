@@ -15,10 +15,14 @@ mod collected;
 mod error;
 mod logprobs;
 mod neutral;
+mod npy;
+mod prompt_logprobs;
 mod request;
 mod sampling;
+mod sampling_lists;
 mod shown;
 mod spans;
+mod structures;
 mod token_ids;
 mod value;
 

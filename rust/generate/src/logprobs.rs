@@ -16,17 +16,20 @@ pub(crate) struct Objects<'a> {
 
 struct Content<'a>(&'a Objects<'a>);
 
-struct Position<'a> {
-    row: LogprobsRow<'a>,
-    top: Option<usize>,
+/// One position and how many of its candidates are wanted, as above.
+pub(crate) struct Position<'a> {
+    pub row: LogprobsRow<'a>,
+    pub top: Option<usize>,
 }
 
 struct Candidates<'a>(&'a Position<'a>);
 
-struct Candidate {
-    token_id: u32,
-    logprob: f64,
-    rank: u32,
+/// One token of a position.
+pub(crate) struct Candidate {
+    pub token_id: u32,
+    /// Finite.
+    pub logprob: f64,
+    pub rank: u32,
 }
 
 impl Serialize for Objects<'_> {
@@ -77,6 +80,11 @@ impl Position<'_> {
         Some(Candidate::new(*token_id, *logprob, self.row.sampled_rank))
     }
 
+    /// The sampled token, then the others.
+    pub fn candidates(&self) -> impl Iterator<Item = Candidate> {
+        self.sampled().into_iter().chain(self.others())
+    }
+
     /// The most probable tokens by rank, without the sampled one, which is among them under its own rank.
     fn others(&self) -> impl Iterator<Item = Candidate> {
         let sampled = self.row.token_ids.first();
@@ -101,6 +109,6 @@ impl Serialize for Position<'_> {
 
 impl Serialize for Candidates<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(self.0.sampled().into_iter().chain(self.0.others()))
+        serializer.collect_seq(self.0.candidates())
     }
 }

@@ -41,20 +41,11 @@ pub(crate) const OUTPUT_MODE: &[Field] = &[("output_mode", &[Neutral::Text("toke
 
 /// Fields of `sampling_params`, in the order in which they are checked.
 pub(crate) const SAMPLING: &[Field] = &[
-    ("presence_penalty", &[Neutral::Number(0)]),
-    ("frequency_penalty", &[Neutral::Number(0)]),
-    ("repetition_penalty", &[Neutral::Number(1)]),
-    ("min_p", &[Neutral::Number(0)]),
     ("stop", &[Neutral::Null, Neutral::Text(""), Neutral::EmptyList]),
-    ("bad_words", &[Neutral::Null, Neutral::EmptyList]),
-    ("logit_bias", &[Neutral::Null, Neutral::EmptyObject]),
     ("extra_args", &[Neutral::Null, Neutral::EmptyObject]),
     ("watermarking", &[Neutral::Null, Neutral::False]),
     ("flat_logprobs", &[Neutral::False]),
     ("stream_interval", &[Neutral::Null, Neutral::Number(1)]),
-    ("prompt_logprobs", &[Neutral::Null]),
-    ("allowed_token_ids", &[Neutral::Null]),
-    ("structured_outputs", &[Neutral::Null]),
     ("thinking_token_budget", &[Neutral::Null]),
     ("repetition_detection", &[Neutral::Null]),
     ("logprob_token_ids", &[Neutral::Null]),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rollspan_protocol::{EngineCoreRequest, EngineHello, Limits, SamplingParams};
 use serde_json::{Map, Value};
 
+use crate::choice::Choice;
 use crate::error::{ApiError, Reason};
 use crate::neutral;
 use crate::sampling;
@@ -151,6 +152,22 @@ impl GenerateRequest {
         })
     }
 
+    /// The output sequences, empty yet.
+    pub fn choices(&self) -> Vec<Choice> {
+        let wants_logprobs = self.sampling_params.logprobs.is_some();
+        let mut choices: Vec<Choice> =
+            (0..self.sampling_params.n).zip(0..).map(|(_, index)| Choice::new(index, wants_logprobs)).collect();
+        if let (Some(first), Some(_)) = (choices.first_mut(), self.sampling_params.prompt_logprobs) {
+            first.expect_prompt_logprobs(self.token_ids.len().saturating_sub(1));
+        }
+        choices
+    }
+
+    /// Candidates that the log-probs of a token of the prompt name besides it; `None` for all that the engine sends.
+    pub fn top_prompt_logprobs(&self) -> Option<usize> {
+        self.sampling_params.prompt_logprobs.map_or(Some(0), |count| usize::try_from(count).ok())
+    }
+
     /// Candidates that the log-probs of a position name besides the sampled token; `None` for all that the engine sends.
     pub fn top_logprobs(&self) -> Option<usize> {
         self.sampling_params.logprobs.map_or(Some(0), |count| usize::try_from(count).ok())
@@ -175,6 +192,8 @@ impl GenerateRequest {
             sampling_params: Some(SamplingParams {
                 n: 1,
                 seed: self.sampling_params.seed.map(|seed| child_seed(seed, index)),
+                // The prompt is the same for all: one of them says it.
+                prompt_logprobs: self.sampling_params.prompt_logprobs.filter(|_| index == 0),
                 ..self.sampling_params.clone()
             }),
             arrival_time,

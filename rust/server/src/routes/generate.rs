@@ -86,8 +86,7 @@ fn submit(
     let suffix = u32::from_ne_bytes(random()?);
     let delivery = if request.stream { Delivery::EachStep } else { Delivery::WhenFinished };
     let requests = request.engine_requests(external_id, suffix, arrival_time, session_id);
-    let wants_logprobs = request.sampling_params.logprobs.is_some();
-    let choices = (0..requests.len()).map(|index| Choice::new(index, wants_logprobs)).collect();
+    let choices = request.choices();
     let submission = Submission { external_id: external_id.to_owned(), requests, delivery };
     let stream = engine.client.submit(submission).map_err(|error| answer::of_submission(&error))?;
     let facts = AnswerFacts {
@@ -130,7 +129,7 @@ async fn collect(mut running: Running) -> Result<Response, ApiError> {
     while let Some(taken) = running.advance().await {
         taken?;
     }
-    let values: usize = running.choices.iter().map(|choice| choice.tokens() * row_width(choice)).sum();
+    let values: usize = running.choices.iter().map(values).sum();
     let write = move || (collected(&running.request, &running.facts, &running.choices), running);
     let (body, running) = if values < LARGE {
         write()
@@ -142,8 +141,12 @@ async fn collect(mut running: Running) -> Result<Response, ApiError> {
     Ok(response)
 }
 
-fn row_width(choice: &Choice) -> usize {
-    1 + choice.logprobs().map_or(0, |logprobs| logprobs.width)
+/// Roughly how many values a choice puts into an answer.
+fn values(choice: &Choice) -> usize {
+    let width = 1 + choice.logprobs().map_or(0, |logprobs| logprobs.width);
+    let prompt = choice.prompt_logprobs().map_or(0, |logprobs| logprobs.token_ids.len());
+    let experts = choice.routed_experts().map_or(0, |experts| experts.data().len() / 4);
+    choice.tokens() * width + prompt + experts
 }
 
 /// Waits for the first event before the headers, so that a refusal has its real status.
