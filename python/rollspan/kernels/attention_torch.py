@@ -79,7 +79,7 @@ class _Softmax:
         weights = torch.exp(scores - shift)
         kept = torch.exp(top - shift)
         total.mul_(kept).add_(weights.sum(dim=-1, keepdim=True))
-        sums.mul_(kept).add_(torch.matmul(weights, values))
+        sums.mul_(kept).add_(_product(weights, values))
         top.copy_(new_top)
 
     def result(self) -> Tensor:
@@ -159,7 +159,7 @@ class _Layer:
     softcap: float | None
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        scores = torch.matmul(query, keys.transpose(-1, -2)) * self.scale
+        scores = _product(query, keys.transpose(-1, -2)) * self.scale
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def first_tile(self, position: int) -> int:
@@ -217,6 +217,13 @@ class _Layer:
         """Whether rows at ``last`` (int64 ``[N, 1]``) see ``positions``: boolean ``[N, TILE]``."""
         visible = positions <= last
         return visible if self.sliding_window is None else visible & (positions > last - self.sliding_window)
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``rows @ matrix``. MKL takes another way for a single row, with other bits: such a row is doubled."""
+    if rows.shape[-2] > 1:
+        return torch.matmul(rows, matrix)
+    return torch.matmul(rows.expand(*rows.shape[:-2], 2, -1), matrix)[..., :1, :]
 
 
 def _spread(sinks: Tensor | None) -> Tensor | None:
