@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rollspan import numerics
 from rollspan.config import EngineConfig
 
 BINARY_NAME = "rollspan-http"
@@ -136,7 +137,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     """Environment of an engine process: this process's own, with what a compute process needs.
 
     One physical core is left to the frontend and the clients; threads that wait give their core away. What the user
-    has set stays, except that ``num_threads`` of the configuration wins over ``OMP_NUM_THREADS``.
+    has set stays, except that ``num_threads`` of the configuration wins over ``OMP_NUM_THREADS``. A batch-invariant
+    engine gets MKL's strict mode.
     """
     threads = str(config.num_threads or max(1, physical_cores() - 1))
     defaults = {
@@ -146,6 +148,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONSAFEPATH": "1",
     }
+    if config.batch_invariant:
+        defaults |= numerics.environment()
     environment = defaults | dict(os.environ)
     if config.num_threads is not None:
         environment["OMP_NUM_THREADS"] = threads

@@ -15,6 +15,7 @@ import rollspan
 from rollspan.config import EngineConfig
 from rollspan.engine.control import Control
 from rollspan.engine.input_batch import StepLogits
+from rollspan.engine.invariance import prepare
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.loader import load_model, select_device
 from rollspan.engine.request import Request, Stamp
@@ -50,6 +51,7 @@ class EngineCore:
         device = select_device(config.device)
         if config.num_threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 2) - 1))
+        prepare(config)
         model, self._model_facts = load_model(config, device)
         self._placement = place(model, config, device)
         self._runner = self._placement.runner
@@ -60,7 +62,7 @@ class EngineCore:
             max_scored_tokens=self._placement.max_scored_tokens,
             prefix_caching=config.enable_prefix_caching and self._placement.shares_blocks,
         )
-        self._sampler = Sampler(raw_logprobs=config.logprobs_mode == "raw")
+        self._sampler = Sampler(raw_logprobs=config.logprobs_mode == "raw", exact_logprobs=config.batch_invariant)
         self.weights = WeightManager(model, label=config.weight_version, root=config.weights_root)
         self._arrivals = 0
         self._outbox: list[Addressed] = []
@@ -102,6 +104,7 @@ class EngineCore:
             "dtype": self._model_facts.dtype,
             "device": self._model_facts.device,
             "architecture": self._model_facts.architecture,
+            "numerics": self._placement.numerics.to_dict(),
             "config": dataclasses.asdict(self.config),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rollspan.engine.attention import PagedCache, StepContext
 from rollspan.engine.input_batch import InputBatchBuilder, StepLogits
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.engine.self_check import SelfCheck
+from rollspan.kernels.invariant import InvariantMode
 
 logger = logging.getLogger("rollspan.engine")
 
@@ -37,6 +39,7 @@ class ModelRunner:
         self._context = StepContext(PagedCache(num_blocks + 1, config.block_size))
         self._captured: graph.CapturedForward | None = None
         self._forward: Forward = self._eager
+        self._mode = InvariantMode() if config.batch_invariant else contextlib.nullcontext()
 
     @property
     def bytes_per_block(self) -> int:
@@ -54,7 +57,9 @@ class ModelRunner:
             None, or why neither will do, as the end of a sentence about the model.
         """
         if self._device.type == "cpu":
-            self._captured = graph.capture(self._model, self._context, graph.CaptureOptions())
+            self._captured = graph.capture(
+                self._model, self._context, graph.CaptureOptions(exact=self._config.batch_invariant)
+            )
         if self._captured is not None:
             self._forward = self._captured
             outcome = check.compare(self.run)
@@ -68,7 +73,7 @@ class ModelRunner:
         """One forward pass."""
         batch = self._builder.build(scheduled)
         self._context.batch = batch.attention
-        with torch.inference_mode():
+        with torch.inference_mode(), self._mode:
             logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
         return StepLogits(logits, batch.sampled, batch.scored)
 

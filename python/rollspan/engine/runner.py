@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rollspan.config import EngineConfig
 from rollspan.engine.compat import CompatRunner
 from rollspan.engine.input_batch import StepLogits
+from rollspan.engine.invariance import Numerics, examine
 from rollspan.engine.loader import compat_reason
 from rollspan.engine.model_runner import ModelRunner
 from rollspan.engine.scheduler import ScheduledRequest
@@ -51,6 +52,7 @@ class Placement:
         max_model_len: tokens of prompt and output together.
         max_scored_tokens: most prompt tokens of one request to score in one step.
         vocab_size: columns of the logits.
+        numerics: what is known of the numbers.
         shares_blocks: False where KV blocks are mere accounts, which cannot be shared.
     """
 
@@ -59,6 +61,7 @@ class Placement:
     max_model_len: int
     max_scored_tokens: int
     vocab_size: int
+    numerics: Numerics
     shares_blocks: bool
 
 
@@ -78,8 +81,10 @@ def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) ->
         reason = runner.choose_forward(check)
     if reason is None:
         num_blocks = _num_blocks(runner.bytes_per_block, config, max_model_len, device)
+        numerics = examine(model, runner, config, vocab_size)
         runner.allocate(num_blocks)
     else:
+        numerics = examine(model, None, config, vocab_size)
         runner = CompatRunner(model, vocab_size=vocab_size, block_size=config.block_size, device=device, reason=reason)
         block_bytes = config.block_size * runner.bytes_per_token + runner.bytes_per_sequence
         num_blocks = _num_blocks(max(block_bytes, 1), config, max_model_len, device)
@@ -89,6 +94,7 @@ def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) ->
         max_model_len=max_model_len,
         max_scored_tokens=max(16, SCORED_BYTES // (4 * vocab_size)),
         vocab_size=vocab_size,
+        numerics=numerics,
         shares_blocks=reason is None,
     )
 

@@ -53,6 +53,11 @@ class SelfCheck:
     The sequences run batched and in pieces of several sizes, side by side. Where the model has a sliding window of at
     most 160 tokens, one of them is longer than it. Soft caps and attention sinks show in any sequence.
 
+    Args:
+        lengths: tokens of the other sequences.
+        reference: the attention that gives the expected logits.
+        tolerance: largest relative deviation that passes, of any row; by default what the dtype lets expect.
+
     Attributes:
         num_blocks: KV blocks that the sequences use, from block 1 on.
         longest: tokens of the longest of them.
@@ -62,14 +67,24 @@ class SelfCheck:
             is not finite. No runner can serve it.
     """
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int,
+        block_size: int,
+        device: torch.device,
+        lengths: Sequence[int] = _LENGTHS,
+        reference: str = "eager",
+        tolerance: float | None = None,
+    ) -> None:
         self._model = model
         self._device = device
+        self._tolerance = tolerance
         text = model.config.get_text_config()
         window = getattr(text, "sliding_window", None)
-        lengths = list(_LENGTHS)
-        if isinstance(window, int) and max(_LENGTHS) < window + 17 and window <= _LONGEST_WINDOW:
-            lengths.append(window + 17)
+        if isinstance(window, int) and max(lengths) < window + 17 and window <= _LONGEST_WINDOW:
+            lengths = [*lengths, window + 17]
         limit = getattr(text, "max_position_embeddings", None) or max(lengths)
         self._sequences = [
             [(7 * i + 3 * j + 1) % vocab_size for j in range(min(length, limit))] for i, length in enumerate(lengths)
@@ -80,7 +95,7 @@ class SelfCheck:
         paged = model.config._attn_implementation == attention.NAME
         try:
             if paged:
-                model.set_attn_implementation("eager")
+                model.set_attn_implementation(reference)
             self._expected = [self.plain_logits(sequence) for sequence in self._sequences]
         except Exception as error:  # the model's code may raise anything
             raise self._refused(f"cannot compute a sequence of tokens: {loader.one_line(error)}") from error
@@ -172,9 +187,10 @@ class SelfCheck:
 
     def _judge(self, groups: list[torch.Tensor]) -> Outcome:
         """Half precision may send a token to other experts than it went to before: there a few rows may deviate."""
-        exact = self._model.dtype == torch.float32
-        difference = max(float(group.max() if exact else group.median()) for group in groups)
-        if difference <= TOLERANCE.get(self._model.dtype, 1e-3):
+        every = self._model.dtype == torch.float32 or self._tolerance is not None
+        difference = max(float(group.max() if every else group.median()) for group in groups)
+        limit = TOLERANCE.get(self._model.dtype, 1e-3) if self._tolerance is None else self._tolerance
+        if difference <= limit:
             return Outcome(difference)
         return Outcome(
             difference, f"computes other logits than with its own attention (relative difference {difference:.2g})"
