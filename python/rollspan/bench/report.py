@@ -54,7 +54,7 @@ def print_report(results: Sequence[LoadResult], out: TextIO = sys.stdout) -> Non
         row.append(f"{result.succeeded / result.seconds:.2f}")
         row += _cells(result.time_to_first_token)[:2] + _cells(result.inter_token_latency)
         rows.append(row + _cells(result.latency)[:2])
-    _print_table(rows, out)
+    print_table(rows, out)
     out.write("times in ms; ITL is the time between one piece of a stream and the next\n")
     updates = [["concurrency", "update", "took", "stall p50", "stall max"]]
     for result in results:
@@ -64,7 +64,7 @@ def print_report(results: Sequence[LoadResult], out: TextIO = sys.stdout) -> Non
             updates.append([*row, _cells(stall)[0], _cells(stall)[2]])
     if len(updates) > 1:
         out.write("\n")
-        _print_table(updates, out)
+        print_table(updates, out)
         out.write("stall in ms, of the streams that ran through the update: largest gap less the median gap\n")
     for result in results:
         for reason, count in result.errors.most_common():
@@ -75,7 +75,8 @@ def _cells(spread: Spread) -> list[str]:
     return ["-" if value is None else f"{value * 1000:.1f}" for value in (spread.p50, spread.p99, spread.largest)]
 
 
-def _print_table(rows: Sequence[Sequence[str]], out: TextIO) -> None:
+def print_table(rows: Sequence[Sequence[str]], out: TextIO) -> None:
+    """Print rows of equal length, the first being the header, in columns aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         out.write("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "\n")
