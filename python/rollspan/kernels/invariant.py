@@ -151,18 +151,34 @@ def _without_inplace(function: Callable[..., torch.Tensor]) -> Callable[..., tor
     return call
 
 
-_ELEMENTWISE: tuple[Any, ...] = (
-    *(torch._C._nn.silu, torch._C._nn.gelu, torch._C._nn.softplus, torch._C._nn.elu, torch._C._nn.mish),
-    *(torch.sigmoid, torch.Tensor.sigmoid, torch.exp2, torch.Tensor.exp2, torch.rsqrt, torch.Tensor.rsqrt),
-    functional.logsigmoid,
+_aten, _nn = torch.ops.aten, torch._C._nn
+#: Elementwise functions: the builtin, its other names in Python, and its name in a traced graph.
+_ELEMENTWISE: tuple[tuple[Any, tuple[Any, ...], Any], ...] = (
+    (_nn.silu, (), _aten.silu.default),
+    (_nn.gelu, (), _aten.gelu.default),
+    (_nn.softplus, (), _aten.softplus.default),
+    (_nn.elu, (), _aten.elu.default),
+    (_nn.mish, (), _aten.mish.default),
+    (functional.logsigmoid, (), _aten.log_sigmoid.default),
+    (torch.sigmoid, (torch.Tensor.sigmoid,), _aten.sigmoid.default),
+    (torch.exp2, (torch.Tensor.exp2,), _aten.exp2.default),
+    (torch.rsqrt, (torch.Tensor.rsqrt,), _aten.rsqrt.default),
 )
 #: What :class:`InvariantMode` calls instead of each function.
 REPLACEMENTS: Mapping[Any, Callable[..., torch.Tensor]] = {
-    **{function: elementwise(function) for function in _ELEMENTWISE},
+    **{name: elementwise(builtin) for builtin, names, _ in _ELEMENTWISE for name in (builtin, *names)},
     **{function: _without_inplace(function) for function in (functional.silu, functional.elu, functional.mish)},
-    torch._C._nn.linear: linear,
+    _nn.linear: linear,
     torch.addmm: addmm,
 }
+
+
+def overloads(dtype: torch.dtype) -> dict[Any, Callable[..., torch.Tensor]]:
+    """The same for the operations of a traced graph of a model in ``dtype``."""
+    found: dict[Any, Callable[..., torch.Tensor]] = {
+        overload: elementwise(builtin) for builtin, _, overload in _ELEMENTWISE
+    }
+    return found | {_aten.linear.default: linear, _aten.addmm.default: addmm} if dtype in _REDUCED else found
 
 
 class InvariantMode(TorchFunctionMode):
