@@ -12,6 +12,7 @@ __all__ = [
     "decode_outputs",
     "kernel_isa",
     "kernel_threads",
+    "paged_attention",
     "set_kernel_isa",
     "set_kernel_threads",
 ]
@@ -23,6 +24,21 @@ def decode_outputs(frames: Sequence[bytes]) -> EngineCoreOutputs:
 
     Raises:
         rollspan.protocol.codec.DecodeError: the message is not well formed.
+    """
+
+def paged_attention(
+    rows: tuple[int, ...],
+    cache: tuple[int, ...],
+    batch: tuple[int, ...],
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: int,
+) -> None:
+    """Called by :mod:`rollspan.kernels.attention_native`, which takes the addresses from tensors that it has checked.
+
+    Raises:
+        ValueError: the batch names slots, blocks or rows that there are not.
     """
 
 def kernel_isa() -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from rollspan.kernels.attention_batch import AttentionBackend, AttentionBatch
+from rollspan.kernels.attention_native import NativeAttention
 from rollspan.kernels.attention_torch import TorchAttention
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionBatch", "TorchAttention", "select"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionBatch", "NativeAttention", "TorchAttention", "select"]
 
 #: By preference; the last supports everything.
-BACKENDS: tuple[AttentionBackend, ...] = (TorchAttention(),)
+BACKENDS: tuple[AttentionBackend, ...] = (NativeAttention(), TorchAttention())
 
 
 def select(

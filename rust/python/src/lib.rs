@@ -5,6 +5,7 @@
 mod codec;
 mod detached;
 mod kernels;
+mod kernels_attention;
 mod spans;
 
 use pyo3::prelude::*;
@@ -16,6 +17,8 @@ mod _native {
     use crate::codec::decode_outputs;
     #[pymodule_export]
     use crate::kernels::{kernel_isa, kernel_threads, set_kernel_isa, set_kernel_threads};
+    #[pymodule_export]
+    use crate::kernels_attention::paged_attention;
     #[pymodule_export]
     use crate::spans::SpanBuilder;
 

@@ -158,7 +158,7 @@ class Sequences:
         return [[(s, a, min(n, a + chunk)) for s, n in enumerate(self.lengths) if a < n] for a in starts]
 
     def staggered(self, chunks: list[int]) -> list[list[tuple[int, int, int]]]:
-        """Sequence s starts at step s and takes the sizes in ``chunks`` in turn: chunks and decodes beside each other."""
+        """Sequence s starts at step s and takes the sizes in ``chunks`` in turn: chunks beside decodes."""
         done, step, steps = [0] * len(self.lengths), 0, []
         while any(at < n for at, n in zip(done, self.lengths, strict=True)):
             spans = []

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention_cases import Sequences, Shape
@@ -43,6 +43,7 @@ def test_every_schedule_gives_dense_attention(shape: Shape, schedule: str) -> No
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance(shape.dtype))
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     chunks=st.lists(st.integers(1, 80), min_size=1, max_size=3),

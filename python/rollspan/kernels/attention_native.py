@@ -1,0 +1,142 @@
+"""Paged attention in Rust, on CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollspan.kernels import native
+from rollspan.kernels.attention_batch import AttentionBatch, zeros
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Head sizes, and the step between them.
+_SMALLEST, _LARGEST, _STEP = 32, 256, 16
+
+
+class NativeAttention:
+    """Keys ``[num_blocks, kv_heads, head_dim, block_size]``, values ``[num_blocks, kv_heads, block_size, value_dim]``.
+
+    float32, bfloat16 or float16, the cache's type apart from the query's. A row's result has the same bits whatever is
+    computed beside it, with any number of threads and on any instruction set; `rust/kernels/src/attention` says how.
+    """
+
+    name = "native"
+
+    def supports(
+        self, *, dtype: torch.dtype, head_dim: int, value_dim: int, block_size: int, device: torch.device
+    ) -> bool:
+        return (
+            native.available()
+            and device.type == "cpu"
+            and dtype in _CODES
+            and block_size > 0
+            and block_size % _STEP == 0
+            and all(_SMALLEST <= dim <= _LARGEST and dim % _STEP == 0 for dim in (head_dim, value_dim))
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return (
+            zeros((num_blocks, kv_heads, head_dim, block_size), dtype, device),
+            zeros((num_blocks, kv_heads, block_size, value_dim), dtype, device),
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        keys, values = cache
+        num_blocks, kv_heads, head_dim, block_size = keys.shape
+        value_dim = values.shape[3]
+        rows, heads, _ = query.shape
+        if (
+            query.shape[2] != head_dim
+            or key.shape != (rows, kv_heads, head_dim)
+            or value.shape != (rows, kv_heads, value_dim)
+        ):
+            raise ValueError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit a cache "
+                f"of keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+            )
+        dtype = query.dtype
+        if key.dtype != dtype or value.dtype != dtype:
+            raise ValueError(f"query, key and value must have one type, not {dtype}, {key.dtype} and {value.dtype}")
+        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        numbers = batch.derived.get("native") or _numbers(batch, rows)
+        output = torch.empty((rows, heads, value_dim), dtype=dtype)
+        if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+            sinks = sinks.float().contiguous()
+        native.module().paged_attention(
+            (
+                query.data_ptr(),
+                query_strides[0],
+                query_strides[1],
+                key.data_ptr(),
+                key_strides[0],
+                key_strides[1],
+                value.data_ptr(),
+                value_strides[0],
+                value_strides[1],
+                output.data_ptr(),
+                _CODES[dtype],
+                heads,
+            ),
+            (
+                keys.data_ptr(),
+                values.data_ptr(),
+                _CODES[keys.dtype],
+                num_blocks,
+                kv_heads,
+                block_size,
+                head_dim,
+                value_dim,
+            ),
+            numbers,
+            scale,
+            sliding_window or 0,
+            softcap or 0.0,
+            0 if sinks is None else sinks.data_ptr(),
+        )
+        return output
+
+
+def _numbers(batch: AttentionBatch, rows: int) -> tuple[int, ...]:
+    """The batch as the kernel takes it: addresses and sizes."""
+    expected = (
+        (batch.query_start, torch.int32, 1),
+        (batch.seq_lens, torch.int32, 1),
+        (batch.block_table, torch.int32, 2),
+        (batch.slot_mapping, torch.int64, 1),
+    )
+    if any(t.dtype != dtype or t.dim() != dims or not t.is_contiguous() for t, dtype, dims in expected):
+        raise ValueError("the tensors of a batch must be contiguous, int32 but for slot_mapping, which is int64")
+    sequences, width = batch.block_table.shape
+    if (
+        batch.query_start.shape[0] != sequences + 1
+        or batch.seq_lens.shape[0] != sequences
+        or batch.slot_mapping.shape[0] != rows
+    ):
+        raise ValueError(f"the tensors of a batch do not fit each other, or {rows} rows")
+    numbers = (*(t.data_ptr() for t, _, _ in expected), sequences, width, rows)
+    batch.derived["native"] = numbers
+    return numbers
