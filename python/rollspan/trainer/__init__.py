@@ -10,7 +10,7 @@
 """
 
 from rollspan.numerics import environment
-from rollspan.trainer.attention import NAME, attention, register
+from rollspan.trainer.attention import NAME, register
 from rollspan.trainer.scoring import batch_invariant, score
 
-__all__ = ["NAME", "attention", "batch_invariant", "environment", "register", "score"]
+__all__ = ["NAME", "batch_invariant", "environment", "register", "score"]
