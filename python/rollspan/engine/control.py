@@ -126,7 +126,9 @@ class Control:
         self._supersede_drain()
         self._scheduler.pause_state = PauseState.UNPAUSED
 
-    def _reset_prefix_cache(self) -> bool:
+    def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        if reset_running:
+            self._scheduler.preempt_all()
         self._scheduler.pool.reset()
         return True
 

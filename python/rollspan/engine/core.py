@@ -161,7 +161,8 @@ class EngineCore:
     def refuse_request(self, client_index: int, request_id: str, error: RollspanError) -> None:
         """Answers a request that cannot be admitted with a terminal error output."""
         code = error.reason if error.reason in _KNOWN_CODES else "validation_error"
-        self._deliver_terminal(client_index, request_id, m.EngineError(code, error.message, code == "engine_paused"))
+        failure = m.EngineError(code, error.message, code == "engine_paused", error.param, error.reason)
+        self._deliver_terminal(client_index, request_id, failure)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Ends requests without an answer; unknown ids are ignored."""
@@ -284,8 +285,9 @@ class EngineCore:
     def report(self) -> None:
         """Tells every frontend the state: load, pause, label and commit."""
         self._last_stats = time.monotonic()
+        stats = scheduler_stats(self.scheduler)
         for client_index in self._clients:
-            self.send(client_index, self.weights.stamp, scheduler_stats=scheduler_stats(self.scheduler))
+            self.send(client_index, self.weights.stamp, scheduler_stats=stats)
 
     def send(self, client_index: int, stamp: Stamp | None, **fields: Any) -> None:
         """Puts a message into the outbox; ``stamp`` is that of the weights that its step was launched with."""
