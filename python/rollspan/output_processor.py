@@ -11,109 +11,10 @@ from collections.abc import Callable, Iterable
 
 from rollspan.admission import Admitted
 from rollspan.errors import RollspanError
-from rollspan.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, LogprobsLists
+from rollspan.outputs import PositionLogprobs, RequestOutput
+from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from rollspan.sampling_params import RequestOutputKind
-from rollspan.spans import SpanBuilder
-
-
-class SequenceState:
-    """One output sequence: its tokens, log-probs and stamps so far.
-
-    With DELTA outputs, what the reader has taken is dropped; ``taken`` counts it, so that positions stay absolute.
-    """
-
-    __slots__ = (
-        "_logprob_chunks",
-        "admission",
-        "cumulative_logprob",
-        "finish_reason",
-        "index",
-        "internal_id",
-        "logprobs",
-        "spans",
-        "stop_reason",
-        "taken",
-        "token_ids",
-        "unread",
-    )
-
-    def __init__(self, index: int, internal_id: str, wants_logprobs: bool) -> None:
-        self.index = index
-        self.internal_id = internal_id
-        self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] | None = [] if wants_logprobs else None
-        self.cumulative_logprob: float | None = 0.0 if wants_logprobs else None
-        self.spans = SpanBuilder()
-        self.admission: tuple[str, int] | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.taken = 0
-        self.unread = False
-        self._logprob_chunks: list[LogprobsLists] = []
-
-    def push(self, output: EngineCoreOutput, version: str | None, commit: int | None) -> None:
-        """Adds what one step produced, stamped with the weights that the step was launched with.
-
-        Raises:
-            RollspanError: ``decode_error`` when log-probs were asked for and don't match the tokens.
-        """
-        count = len(output.new_token_ids)
-        if self.logprobs is not None and count:
-            rows = 0 if output.new_logprobs is None else len(output.new_logprobs.token_ids)
-            if output.new_logprobs is None or rows != count:
-                raise RollspanError(f"the engine sent {count} tokens with {rows} log-probs", reason="decode_error")
-            self._logprob_chunks.append(output.new_logprobs)
-        self.token_ids.extend(output.new_token_ids)
-        self.spans.push(version, commit, count)
-        if output.admission is not None:
-            self.admission = output.admission
-        if output.finish_reason is not None:
-            self.finish_reason = str(output.finish_reason)
-            self.stop_reason = output.stop_reason
-        self.unread = self.unread or count > 0 or self.finish_reason is not None
-
-    def take(self, delta: bool, top: int, include_weight_versions: bool) -> CompletionOutput:
-        """The sequence so far, or with ``delta`` what the reader has not seen.
-
-        ``top`` is how many log-probs a position has besides the sampled one, -1 for all.
-        """
-        self._read_logprobs(top)
-        end = self.taken + len(self.token_ids)
-        output = CompletionOutput(
-            index=self.index,
-            text="",
-            token_ids=self.token_ids if delta else self.token_ids.copy(),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs if delta or self.logprobs is None else self.logprobs.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-        if self.finish_reason is not None:
-            output.weight_versions, output.weight_commits = self.spans.finish(end)
-        elif delta and include_weight_versions:
-            output.weight_versions, output.weight_commits = self.spans.between(self.taken, end)
-        self.unread = False
-        if delta:
-            self.taken = end
-            self.token_ids = []
-            self.logprobs = None if self.logprobs is None else []
-        return output
-
-    def _read_logprobs(self, top: int) -> None:
-        """Turns arrays into objects only when somebody looks: until then a position of k log-probs is 8 k bytes."""
-        if self.logprobs is None:
-            return
-        columns = None if top < 0 else top + 1
-        for chunk in self._logprob_chunks:
-            ranks = chunk.sampled_ranks.tolist()
-            for row, (ids, values) in enumerate(zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), strict=True)):
-                position = {ids[0]: Logprob(values[0], ranks[row])}
-                for rank, (token, value) in enumerate(zip(ids[1:columns], values[1:columns], strict=True), start=1):
-                    position.setdefault(token, Logprob(value, rank))
-                self.logprobs.append(position)
-                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + values[0]
-        self._logprob_chunks.clear()
+from rollspan.sequence_state import SequenceState, positions
 
 
 class RequestState:
@@ -128,12 +29,27 @@ class RequestState:
             SequenceState(index, request.request_id, params.logprobs is not None)
             for index, request in enumerate(admitted.engine_requests)
         ]
-        self.num_cached_tokens = 0
+        self._prompt_top = params.prompt_logprobs
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.sequences[0].awaited_rows = len(admitted.prompt_token_ids) - 1
         self.engine_index = 0
+        self._stamp: tuple[str | None, int | None] | None = None
         self.error: RollspanError | None = None
         self._kind = params.output_kind
         self._top = params.logprobs or 0
         self._include_weight_versions = include_weight_versions
+
+    def push(self, sequence: SequenceState, output: EngineCoreOutput, message: EngineCoreOutputs) -> None:
+        """Adds what one step produced for one sequence.
+
+        Raises:
+            RollspanError: ``decode_error`` when log-probs were asked for and don't match the tokens.
+        """
+        self.engine_index = message.engine_index
+        if output.admission is not None:
+            self._stamp = None
+        sequence.push(output, message.weight_version, message.weight_commit)
 
     @property
     def finished(self) -> bool:
@@ -171,18 +87,36 @@ class RequestState:
 
     def _output(self, sequences: list[SequenceState], finished: bool) -> RequestOutput:
         delta = self._kind is RequestOutputKind.DELTA
-        versions = {sequence.admission[0] for sequence in self.sequences if sequence.admission is not None}
-        commits = {sequence.admission[1] for sequence in self.sequences if sequence.admission is not None}
+        first = self.sequences[0]
+        if self._stamp is None:
+            self._stamp = self._common_stamp()
+        fresh = not delta or (first.taken == 0 and sequences[0] is first)
         return RequestOutput(
+            prompt_logprobs=self._read_prompt_logprobs(first) if fresh else None,
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.take(delta, self._top, self._include_weight_versions) for sequence in sequences],
             finished=finished,
-            weight_version=versions.pop() if len(versions) == 1 else None,
-            weight_commit=commits.pop() if len(commits) == 1 else None,
+            weight_version=self._stamp[0],
+            weight_commit=self._stamp[1],
             engine_index=self.engine_index,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens,
         )
+
+    def _common_stamp(self) -> tuple[str | None, int | None]:
+        """Label and commit number at admission, each where all sequences that were admitted agree."""
+        stamps = [sequence.admission for sequence in self.sequences if sequence.admission is not None]
+        versions, commits = {stamp[0] for stamp in stamps}, {stamp[1] for stamp in stamps}
+        return versions.pop() if len(versions) == 1 else None, commits.pop() if len(commits) == 1 else None
+
+    def _read_prompt_logprobs(self, first: SequenceState) -> list[PositionLogprobs | None] | None:
+        if self._prompt_top is None or first.awaited_rows:
+            return None
+        if self._prompt_logprobs is None:
+            lists = first.prompt_lists
+            self._prompt_logprobs = [None, *([] if lists is None else positions(lists, self._prompt_top))]
+            first.prompt_lists = None
+        return self._prompt_logprobs
 
 
 class RequestFailedError(RollspanError):
@@ -241,11 +175,8 @@ class OutputProcessor:
             if entry is None:
                 continue
             state, sequence = entry
-            state.engine_index = message.engine_index
-            if output.prefill_stats is not None:
-                state.num_cached_tokens = output.prefill_stats.get("num_cached_tokens", 0)
             try:
-                sequence.push(output, message.weight_version, message.weight_commit)
+                state.push(sequence, output, message)
             except RollspanError as error:
                 to_abort += self._fail(state, error)
                 continue
@@ -306,5 +237,6 @@ class OutputProcessor:
 def _request_error(output: EngineCoreOutput) -> RollspanError:
     if output.error is None:
         return RollspanError("the engine ended the request with an error", reason="engine_error")
-    reason = {"validation_error": "invalid_request"}.get(output.error.code, output.error.code)
-    return RollspanError(output.error.message, reason=reason)
+    error = output.error
+    reason = error.reason or {"validation_error": "invalid_request"}.get(error.code, error.code)
+    return RollspanError(error.message, reason=reason, param=error.param)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollspan.spans import CommitSpan, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(slots=True)
@@ -33,6 +37,9 @@ class CompletionOutput:
     (``finish_reason`` is set). On other outputs they are None, except for DELTA outputs of a request that asked for
     ``include_weight_versions``: there they cover this output's tokens. Indexes always count from the start of
     the sequence.
+
+    ``routed_experts`` is on the final output, when asked for: integers ``[tokens, layers, top_k]`` for the tokens of
+    prompt (from ``routed_experts_prompt_start``) and output but the last one, which no expert has seen.
     """
 
     index: int
@@ -44,6 +51,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     weight_commits: list[CommitSpan] | None = None
+    routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
     def finished(self) -> bool:
         """True for the final output of this sequence."""
@@ -67,6 +75,7 @@ class CompletionOutput:
         self.cumulative_logprob = following.cumulative_logprob
         self.finish_reason = following.finish_reason
         self.stop_reason = following.stop_reason
+        self.routed_experts = following.routed_experts
 
 
 @dataclass(slots=True)
@@ -75,7 +84,10 @@ class RequestOutput:
 
     ``weight_version`` and ``weight_commit`` are the label and commit number in force when the request entered the
     scheduler; for n > 1 each is None when the sequences' differ. ``num_cached_tokens`` counts prompt tokens whose keys
-    and values came from the prefix cache.
+    and values came from the prefix cache, for n > 1 those of the first sequence.
+
+    ``prompt_logprobs``, when asked for: None for the prompt's first token, then for each token the log-probabilities of
+    it and of the most probable ones; of DELTA outputs the first has them.
     """
 
     request_id: str
@@ -87,7 +99,7 @@ class RequestOutput:
     engine_index: int = 0
     num_cached_tokens: int = 0
     prompt: str | None = None
-    prompt_logprobs: Any = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     kv_transfer_params: dict[str, Any] | None = field(default=None, repr=False)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
@@ -100,6 +112,8 @@ class RequestOutput:
         self.weight_commit = next_output.weight_commit
         self.num_cached_tokens = next_output.num_cached_tokens
         self.kv_transfer_params = next_output.kv_transfer_params
+        if next_output.prompt_logprobs is not None:
+            self.prompt_logprobs = next_output.prompt_logprobs
         for following in next_output.outputs:
             for position, mine in enumerate(self.outputs):
                 if mine.index == following.index:

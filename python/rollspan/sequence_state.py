@@ -1,0 +1,166 @@
+"""One output sequence of an open request: its tokens, log-probs and stamps so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollspan.errors import RollspanError
+from rollspan.outputs import CompletionOutput, Logprob, PositionLogprobs
+from rollspan.protocol.messages import EngineCoreOutput, LogprobsLists
+from rollspan.spans import SpanBuilder
+
+
+class SequenceState:
+    """One output sequence: its tokens, log-probs and stamps so far.
+
+    With DELTA outputs, what the reader has taken is dropped; ``taken`` counts it, so that positions stay absolute.
+    """
+
+    __slots__ = (
+        "_logprob_chunks",
+        "admission",
+        "awaited_rows",
+        "cumulative_logprob",
+        "finish_reason",
+        "index",
+        "internal_id",
+        "logprobs",
+        "num_cached_tokens",
+        "prompt_lists",
+        "routed_experts",
+        "spans",
+        "stop_reason",
+        "taken",
+        "token_ids",
+        "unread",
+    )
+
+    def __init__(self, index: int, internal_id: str, wants_logprobs: bool) -> None:
+        self.index = index
+        self.internal_id = internal_id
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] | None = [] if wants_logprobs else None
+        self.cumulative_logprob: float | None = 0.0 if wants_logprobs else None
+        self.spans = SpanBuilder()
+        self.admission: tuple[str, int] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.taken = 0
+        self.unread = False
+        self.num_cached_tokens = 0
+        self.routed_experts: npt.NDArray[np.integer[Any]] | None = None
+        self.prompt_lists: LogprobsLists | None = None
+        #: Log-probs of so many tokens of the prompt must come before or with the first new token; 0: no more of them.
+        self.awaited_rows = 0
+        self._logprob_chunks: list[LogprobsLists] = []
+
+    def push(self, output: EngineCoreOutput, version: str | None, commit: int | None) -> None:
+        """Adds what one step produced, stamped with the weights that the step was launched with.
+
+        Raises:
+            RollspanError: ``decode_error`` when log-probs were asked for and don't match the tokens.
+        """
+        tokens = output.new_token_ids
+        count = len(tokens)
+        if self.awaited_rows and (count or output.new_prompt_logprobs is not None):
+            self._take_prompt(self.awaited_rows, output.new_prompt_logprobs)
+        if self.logprobs is not None and count:
+            lists = output.new_logprobs
+            if lists is None or len(lists.sampled_ranks) != count:
+                raise _unmatched(count, "tokens", lists)
+            self._logprob_chunks.append(lists)
+        self.token_ids += tokens
+        self.spans.push(version, commit, count)
+        if output.admission is not None:
+            self.admission = output.admission
+        if output.prefill_stats is not None:
+            self.num_cached_tokens = output.prefill_stats.get("num_cached_tokens", 0)
+        if output.finish_reason is not None:
+            self.finish_reason = str(output.finish_reason)
+            self.stop_reason = output.stop_reason
+            self.routed_experts = output.routed_experts
+            self.unread = True
+        elif count:
+            self.unread = True
+
+    def take(self, delta: bool, top: int, include_weight_versions: bool) -> CompletionOutput:
+        """The sequence so far, or with ``delta`` what the reader has not seen.
+
+        ``top`` is how many log-probs a position has besides the sampled one, -1 for all.
+        """
+        self._read_logprobs(top)
+        end = self.taken + len(self.token_ids)
+        output = CompletionOutput(
+            index=self.index,
+            text="",
+            token_ids=self.token_ids if delta else self.token_ids.copy(),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=self.logprobs if delta or self.logprobs is None else self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        if self.finish_reason is not None:
+            output.weight_versions, output.weight_commits = self.spans.finish(end)
+            output.routed_experts = self.routed_experts
+        elif delta and include_weight_versions:
+            output.weight_versions, output.weight_commits = self.spans.between(self.taken, end)
+        self.unread = False
+        if delta:
+            self.taken = end
+            self.token_ids = []
+            self.logprobs = None if self.logprobs is None else []
+        return output
+
+    def _take_prompt(self, rows: int, lists: LogprobsLists | None) -> None:
+        if lists is None or len(lists.sampled_ranks) != rows:
+            raise _unmatched(rows, "tokens of the prompt", lists)
+        self.awaited_rows = 0
+        self.prompt_lists = lists
+
+    def _read_logprobs(self, top: int) -> None:
+        """Turns arrays into objects only when somebody looks: until then a position of k log-probs is 8 k bytes."""
+        chunks = self._logprob_chunks
+        if self.logprobs is None or not chunks:
+            return
+        for lists in [_joined(chunks)] if len({chunk.token_ids.shape[1] for chunk in chunks}) == 1 else chunks:
+            self.logprobs += positions(lists, top)
+            total = self.cumulative_logprob or 0.0
+            for value in lists.logprobs[:, 0].tolist():  # one by one: the same sum however the tokens came
+                total += value
+            self.cumulative_logprob = total
+        chunks.clear()
+
+
+def positions(lists: LogprobsLists, top: int) -> list[PositionLogprobs]:
+    """One entry for each row: its own token, then the ``top`` most probable ones (-1: all), which may name it again."""
+    token_ids, logprobs = lists.token_ids, lists.logprobs
+    if 0 <= top < token_ids.shape[1] - 1:
+        token_ids, logprobs = token_ids[:, : top + 1], logprobs[:, : top + 1]
+    found = []
+    rows = zip(token_ids.tolist(), logprobs.tolist(), lists.sampled_ranks.tolist(), strict=True)
+    for ids, values, rank in rows:
+        own = ids[0]
+        position = {own: Logprob(values[0], rank)}
+        for column in range(1, len(ids)):
+            if ids[column] != own:
+                position[ids[column]] = Logprob(values[column], column)
+        found.append(position)
+    return found
+
+
+def _joined(chunks: list[LogprobsLists]) -> LogprobsLists:
+    if len(chunks) == 1:
+        return chunks[0]
+    return LogprobsLists(
+        np.concatenate([chunk.token_ids for chunk in chunks]),
+        np.concatenate([chunk.logprobs for chunk in chunks]),
+        np.concatenate([chunk.sampled_ranks for chunk in chunks]),
+    )
+
+
+def _unmatched(count: int, what: str, lists: LogprobsLists | None) -> RollspanError:
+    rows = 0 if lists is None else len(lists.sampled_ranks)
+    return RollspanError(f"the engine sent {count} {what} with {rows} log-probs", reason="decode_error")
