@@ -23,7 +23,7 @@ WINDOW = 7
 #: Least distance of the two best logits over a whole reference output: far above the rounding of any batch or machine.
 MARGIN = 1e-3
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -39,9 +39,9 @@ _COMMON: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**_COMMON),
-    "qwen2": lambda: transformers.Qwen2Config(**_COMMON),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, tie_word_embeddings=True),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -52,49 +52,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         bos_token_id=None,
         eos_token_id=None,
     ),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=WINDOW),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_COMMON,
+        **COMMON,
         sliding_window=WINDOW,
         query_pre_attn_scalar=8,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
-    ),
-}
-
-_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-#: Models whose attention has something of its own: sinks, latent keys, other head sizes for values, experts beside it.
-FURTHER_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "gpt_oss": lambda: transformers.GptOssConfig(**_COMMON, **_ALTERNATING, num_local_experts=2, num_experts_per_tok=1),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-    ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_COMMON, **_ALTERNATING, query_pre_attn_scalar=8),
-    "cohere2": lambda: transformers.Cohere2Config(**_COMMON, **_ALTERNATING),
-    "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=2, num_experts_per_tok=1),
-    "phi3": lambda: transformers.Phi3Config(**{**_COMMON, "pad_token_id": 0}),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
     ),
 }
 

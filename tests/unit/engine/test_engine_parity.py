@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.conftest import TOKENS, References
 from engine.harness import Engine
-from engine.models import CONFIGS, FURTHER_CONFIGS, MAX_MODEL_LEN, TinyModel, decisive_prompts, make_model
+from engine.models import CONFIGS, MAX_MODEL_LEN, TinyModel
 
 #: A cache that holds one request and a half: running several preempts all the time.
 CROWDED = {"block_size": 4, "num_blocks": MAX_MODEL_LEN // 4 + 8}
@@ -61,14 +60,3 @@ def test_tokens_stay_the_same_when_the_cache_is_cleared_in_mid_generation(
         engine.result_of("pause_generation", "keep", True)
         engine.result_of("resume_scheduler")
     assert [result.token_ids for result in results] == list(references(kind).values())
-
-
-@pytest.mark.parametrize("kind", list(FURTHER_CONFIGS))
-def test_models_whose_attention_has_something_of_its_own_give_the_tokens_of_transformers(
-    kind: str, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path, FURTHER_CONFIGS[kind]())
-    expected = decisive_prompts(model, count=5, tokens=8)
-    engine = Engine(str(tmp_path), kv_cache_memory=1 << 20, block_size=4, max_num_batched_tokens=7, max_num_seqs=4)
-    results = engine.generate(list(expected), max_tokens=8)
-    assert [result.token_ids for result in results] == list(expected.values())
