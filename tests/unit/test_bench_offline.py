@@ -47,10 +47,10 @@ def noted_run(**changes: Any) -> tuple[list[tuple[str, dict[str, Any]]], list[Ce
     cells: list[Cell] = []
     watched: list[str] = []
     sides: Any = [NotedSide("ours", notes), NotedSide("theirs", notes)]
-    settings: dict[str, Any] = {"op": "generate", "sizes": [2], "logprobs": [None, 0], "rounds": 2, **changes}
+    settings: dict[str, Any] = {"op": "generate", "size": 2, "logprobs": [None, 0], "rounds": 2, **changes}
     run_cells(sides, BATCH, cells=cells, watch=watched.append, **settings)
     assert all(side.rests for side in sides)
-    assert len(watched) == steps(2, len(settings["sizes"]), len(settings["logprobs"]), settings["rounds"])
+    assert len(watched) == steps(2, len(settings["logprobs"]), settings["rounds"])
     return notes, cells, watched
 
 
@@ -233,6 +233,16 @@ def test_the_death_of_an_engine_ends_the_run_with_its_last_words(
     assert "rollspan bench throughput: error: vllm:" in err
     assert "ended with code 7\n  out of luck" in err
     assert any(line.split()[:2] == ["1", "off"] for line in out.splitlines())
+
+
+@pytest.mark.usefixtures("fake_engines")
+def test_the_file_of_figures_is_there_before_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = []
+    monkeypatch.setattr(Path, "write_text", lambda _path, text: written.append(json.loads(text)))
+    run_bench(capsys, "throughput", "--json", str(tmp_path / "figures.json"))
+    assert [(len(found["cells"]), found["complete"]) for found in written] == [(1, False), (2, True), (2, True)]
 
 
 @pytest.mark.parametrize(

@@ -99,16 +99,16 @@ def run_cells(
     batch: Batch,
     *,
     op: str,
-    sizes: Sequence[int],
+    size: int,
     logprobs: Sequence[int | None],
     rounds: int,
     cells: list[Cell],
     watch: Callable[[str], None],
 ) -> None:
-    """Runs every cell and fills ``cells`` as it goes, so that an interrupted run has figures too.
+    """Runs all cells of one batch size and fills ``cells`` as it goes, so that an interrupted run has figures too.
 
-    Each round of a batch size takes all log-prob settings in turn, each setting all engines in turn, and every other
-    round goes the other way round. An engine that waits is stopped.
+    Each round takes all log-prob settings in turn, each setting all engines in turn, and every other round goes the
+    other way round. An engine that waits is stopped.
 
     Args:
         op: ``generate`` or ``trace``.
@@ -119,22 +119,21 @@ def run_cells(
     """
     for side in sides:
         side.rest()
-    for size in sizes:
-        row = [Cell(size, setting, batch.output_tokens) for setting in logprobs]
-        for cell, side in ((cell, side) for cell in row for side in sides):
-            watch(f"{cell_name(cell)}: warming {side.name} up")
-            _ask(side, batch.request(op, size, cell.logprobs, -1, min(_WARMUP_TOKENS, batch.output_tokens)))
-        cells += row
-        for number in range(rounds):
-            for cell, side in _order(row, sides, number):
-                watch(f"{cell_name(cell)}: round {number + 1} of {rounds}: {side.name}")
-                answer = _ask(side, batch.request(op, size, cell.logprobs, number, batch.output_tokens))
-                cell.answers.setdefault(side.name, []).append(answer)
+    row = [Cell(size, setting, batch.output_tokens) for setting in logprobs]
+    for cell, side in ((cell, side) for cell in row for side in sides):
+        watch(f"{cell_name(cell)}: warming {side.name} up")
+        _ask(side, batch.request(op, size, cell.logprobs, -1, min(_WARMUP_TOKENS, batch.output_tokens)))
+    cells += row
+    for number in range(rounds):
+        for cell, side in _order(row, sides, number):
+            watch(f"{cell_name(cell)}: round {number + 1} of {rounds}: {side.name}")
+            answer = _ask(side, batch.request(op, size, cell.logprobs, number, batch.output_tokens))
+            cell.answers.setdefault(side.name, []).append(answer)
 
 
-def steps(sides: int, sizes: int, logprobs: int, rounds: int) -> int:
+def steps(sides: int, logprobs: int, rounds: int) -> int:
     """How often `run_cells` calls ``watch``."""
-    return sides * sizes * logprobs * (rounds + 1)
+    return sides * logprobs * (rounds + 1)
 
 
 def cell_name(cell: Cell) -> str:

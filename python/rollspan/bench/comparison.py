@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         const="-",
-        help="write all figures there as one object; - or nothing for stdout instead of the table",
+        help="write all figures there as one object, after each batch size; - or nothing: on stdout, at the end, "
+        "instead of the table",
     )
 
 
@@ -105,11 +106,12 @@ class Comparison:
         return [cell for cell in self.cells if all(cell.answers.get(name) for name in self.names)]
 
 
-def compare(parser: Parser, args: argparse.Namespace, op: str) -> Comparison:
+def compare(parser: Parser, args: argparse.Namespace, op: str, finished: Callable[[Comparison], None]) -> Comparison:
     """Starts the engines and runs all cells; an interrupt or a failure ends it with the figures so far.
 
     Args:
         op: ``generate`` or ``trace``.
+        finished: called with the figures so far after each batch size.
     """
     flags = vars(args)
     config = engine_config(parser, {name: value for name, value in flags.items() if name != "seed"})
@@ -120,7 +122,9 @@ def compare(parser: Parser, args: argparse.Namespace, op: str) -> Comparison:
     settings = {
         "model": config.model,
         "dtype": facts.dtype,
-        **{name: flags[name] for name in ("input_tokens", "output_tokens", "temperature", "rounds", "seed")},
+        **{name: flags[name] for name in ("batch", "logprobs", "input_tokens", "output_tokens", "temperature")},
+        "rounds": args.rounds,
+        "seed": args.seed,
         "threads": args.num_threads,
         "options": _engine_options(flags),
     }
@@ -145,18 +149,20 @@ def compare(parser: Parser, args: argparse.Namespace, op: str) -> Comparison:
             for side in sides:
                 print(f"loading {Path(config.model).name} into {side.name}", file=sys.stderr)
                 result.engines[side.name] = side.loaded()
-            total = steps(len(sides), len(args.batch), len(args.logprobs), args.rounds)
+            total = len(args.batch) * steps(len(sides), len(args.logprobs), args.rounds)
             progress = stack.enter_context(Progress(total, sys.stderr))
-            run_cells(
-                sides,
-                batch,
-                op=op,
-                sizes=args.batch,
-                logprobs=args.logprobs,
-                rounds=args.rounds,
-                cells=result.cells,
-                watch=progress.begin,
-            )
+            for size in args.batch:
+                run_cells(
+                    sides,
+                    batch,
+                    op=op,
+                    size=size,
+                    logprobs=args.logprobs,
+                    rounds=args.rounds,
+                    cells=result.cells,
+                    watch=progress.begin,
+                )
+                finished(result)
     except KeyboardInterrupt:
         result.interrupted = True
     except SideError as error:
@@ -167,7 +173,8 @@ def compare(parser: Parser, args: argparse.Namespace, op: str) -> Comparison:
 
 def as_json(result: Comparison, cells: list[dict[str, Any]]) -> dict[str, Any]:
     """The object of ``--json``: ``ratio`` holds, for each engine compared with, the geometric mean over all cells."""
-    complete = not result.interrupted and result.failure is None
+    planned = len(result.settings["batch"]) * len(result.settings["logprobs"])
+    complete = result.exit_code == 0 and len(cells) == planned
     whole = {"settings": result.settings, "engines": result.engines, "cells": cells, "complete": complete}
     ratios = {
         name: geometric_mean([cell["ratio"][name]["median"] for cell in cells]) for name in result.names[1:] if cells
@@ -175,15 +182,13 @@ def as_json(result: Comparison, cells: list[dict[str, Any]]) -> dict[str, Any]:
     return {**whole, "ratio": ratios} if ratios else whole
 
 
-def write(text_or_json: str | None, result: dict[str, Any]) -> None:
-    """Writes the object where ``--json`` says, if it was given."""
-    if text_or_json is None:
-        return
+def write(args: argparse.Namespace, result: dict[str, Any], *, last: bool) -> None:
+    """Writes the object where ``--json`` says: a file whenever there is more, so that a killed run has figures too."""
     text = json.dumps(result, indent=2)
-    if text_or_json == "-":
+    if args.json == "-" and last:
         print(text)
-    else:
-        Path(text_or_json).write_text(text + "\n")
+    elif args.json not in (None, "-"):
+        Path(args.json).write_text(text + "\n")
 
 
 def title(result: Comparison) -> str:

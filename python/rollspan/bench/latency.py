@@ -30,10 +30,10 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0, 1 when an engine failed, 130 when it was interrupted."""
-    result = compare(parser, args, "trace")
+    result = compare(parser, args, "trace", lambda so_far: write(args, _json(so_far), last=False))
     if args.json != "-" and result.measured:
         print_report(result, sys.stdout)
-    write(args.json, as_json(result, [_cell_json(cell, result) for cell in result.measured]))
+    write(args, _json(result), last=True)
     return result.exit_code
 
 
@@ -65,6 +65,10 @@ def _spreads(cell: Cell, name: str) -> tuple[Spread, Spread, Spread]:
     first = Spread.of([times[0] for times in sequences])
     between = Spread.of([after - before for times in sequences for before, after in pairwise(times)])
     return first, between, Spread.of([answer["seconds"] for answer in cell.answers[name]])
+
+
+def _json(result: Comparison) -> dict[str, Any]:
+    return as_json(result, [_cell_json(cell, result) for cell in result.measured])
 
 
 def _cell_json(cell: Cell, result: Comparison) -> dict[str, Any]:

@@ -29,11 +29,10 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0, 1 when an engine failed, 130 when it was interrupted."""
-    result = compare(parser, args, "generate")
-    cells = result.measured
-    if args.json != "-" and cells:
+    result = compare(parser, args, "generate", lambda so_far: write(args, _json(so_far), last=False))
+    if args.json != "-" and result.measured:
         print_report(result, sys.stdout)
-    write(args.json, as_json(result, [_cell_json(cell, result, cells) for cell in cells]))
+    write(args, _json(result), last=True)
     return result.exit_code
 
 
@@ -79,6 +78,11 @@ def logprobs_cost(cell: Cell, result: Comparison, cells: list[Cell]) -> dict[str
         pairs = zip(without.tokens_per_second(name), cell.tokens_per_second(name), strict=False)
         costs[name] = statistics.median(off / on for off, on in pairs) - 1
     return costs
+
+
+def _json(result: Comparison) -> dict[str, Any]:
+    cells = result.measured
+    return as_json(result, [_cell_json(cell, result, cells) for cell in cells])
 
 
 def _cell_json(cell: Cell, result: Comparison, cells: list[Cell]) -> dict[str, Any]:
