@@ -41,6 +41,12 @@ def paged_attention(
         ValueError: the batch names slots, blocks or rows that there are not.
     """
 
+def sample_rows(description: tuple[int, ...], raw_logprobs: bool) -> None:
+    """Called by :mod:`rollspan.kernels.sampling_native`: addresses and sizes of arrays that it has made."""
+
+def score_rows(description: tuple[int, ...]) -> None:
+    """As :func:`sample_rows`, for tokens that are given."""
+
 def kernel_isa() -> str:
     """The instruction set that kernels run with: ``avx512``, ``avx2`` or ``portable``."""
 

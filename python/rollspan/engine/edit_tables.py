@@ -95,7 +95,7 @@ class EditTables:
             return
         if not steady or bool((lengths - self._lengths != 1).any()):
             self._replace([requests[row] for row in index.tolist()], lengths)
-        elif len(self._output) or len(self._seen) or self._words is not None:
+        elif self._words is not None or bool((self._penalties != (0, 0, 1)).any()):
             self._append(np.arange(len(index)))
         if len(self._stops):  # forbidden until the output has its least length
             self._stops.keep(lengths[self._stops.rows] < self._stops.columns[2])
@@ -107,11 +107,8 @@ class EditTables:
             self._requests if len(rows) == len(self._requests) else [self._requests[row] for row in rows.tolist()]
         )
         last = np.fromiter(map(_LAST, map(_TOKEN_IDS, requests)), np.int64, len(requests))
-        for table, penalized in (
-            (self._output, self._penalties[:, :2].any(axis=1)),
-            (self._seen, self._penalties[:, 2] != 1),
-        ):
-            mine = penalized[rows]
+        frequency, presence, repetition = self._penalties[rows].T
+        for table, mine in ((self._output, (frequency != 0) | (presence != 0)), (self._seen, repetition != 1)):
             table.add(rows[mine], last[mine])
         if self._words is not None:
             self._words.append(last)

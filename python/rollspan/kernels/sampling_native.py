@@ -50,16 +50,7 @@ def sample_rows(
         _point(rows, "reported", logits)
     else:
         rows["reported"], rows["reported_kind"] = rows["scores"], rows["scores_kind"]
-    native.module().sample_rows(
-        _address(rows),
-        len(rows),
-        logits.shape[1],
-        _address(result.outcomes),
-        _address(result.ids),
-        _address(result.logprobs),
-        result.ids.shape[1],
-        raw_logprobs,
-    )
+    native.module().sample_rows(_describe(rows, logits.shape[1], result), raw_logprobs)
 
 
 def score_rows(logits: Tensor, num_top: int, result: SampleResult) -> None:
@@ -67,15 +58,13 @@ def score_rows(logits: Tensor, num_top: int, result: SampleResult) -> None:
     rows = np.zeros(len(logits), ROW)
     rows["num_top"] = num_top
     _point(rows, "reported", logits)
-    native.module().score_rows(
-        _address(rows),
-        len(rows),
-        logits.shape[1],
-        _address(result.outcomes),
-        _address(result.ids),
-        _address(result.logprobs),
-        result.ids.shape[1],
-    )
+    native.module().score_rows(_describe(rows, logits.shape[1], result))
+
+
+def _describe(rows: Rows, vocabulary: int, result: SampleResult) -> tuple[int, ...]:
+    """Arrays and sizes, in the order of ``rust/python/src/kernels_sampling.rs``."""
+    arrays = (rows, result.outcomes, result.ids, result.logprobs)
+    return (*map(_address, arrays), len(rows), vocabulary, result.ids.shape[1])
 
 
 def _point(rows: Rows, name: str, values: Tensor) -> None:

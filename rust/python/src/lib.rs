@@ -6,6 +6,8 @@ mod codec;
 mod detached;
 mod kernels;
 mod kernels_attention;
+mod kernels_fused;
+mod kernels_sampling;
 mod spans;
 
 use pyo3::prelude::*;
@@ -18,7 +20,11 @@ mod _native {
     #[pymodule_export]
     use crate::kernels::{kernel_isa, kernel_threads, set_kernel_isa, set_kernel_threads};
     #[pymodule_export]
+    use crate::kernels_fused::{gated, rms_norm, rotary};
+    #[pymodule_export]
     use crate::kernels_attention::paged_attention;
+    #[pymodule_export]
+    use crate::kernels_sampling::{sample_rows, score_rows};
     #[pymodule_export]
     use crate::spans::SpanBuilder;
 

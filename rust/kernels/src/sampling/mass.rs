@@ -1,0 +1,336 @@
+//! Probabilities as whole numbers: a token's mass is e^((logit - largest logit) / temperature) in units of 2^-40.
+
+use super::row::{Typed, by_kind};
+use super::scan::{CHUNK, Candidate, Surveyed};
+use crate::isa::{Isa, Kernel};
+use crate::simd::{Element, LANES, Simd};
+
+/// Below this exponent a mass rounds to 0.
+pub(super) const LEAST_EXPONENT: f32 = -28.5;
+/// Doubles from here to 8192 are multiples of 2^-40: adding it rounds to one.
+const ROUNDER: f64 = 4096.0;
+
+/// The mass of the most probable token: 2^40.
+const UNIT: f64 = 1_099_511_627_776.0;
+
+/// Which tokens may be chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Keep {
+    /// Least logit.
+    pub logit: f32,
+    /// Least exponent: of (logit - largest logit) / temperature.
+    pub exponent: f32,
+    /// Of the tokens with the least logit only those up to this one.
+    pub last: usize,
+}
+
+impl Keep {
+    /// Every token.
+    pub(super) const ALL: Self =
+        Self { logit: f32::NEG_INFINITY, exponent: f32::NEG_INFINITY, last: usize::MAX };
+
+    /// Whether a token of this logit and exponent is among them.
+    pub(super) fn allows(&self, logit: f32, exponent: f32, token: usize) -> bool {
+        #[expect(clippy::float_cmp, reason = "equal logits are meant")]
+        let tied = logit == self.logit;
+        exponent >= self.exponent && logit >= self.logit && (!tied || token <= self.last)
+    }
+}
+
+/// What is sampled from.
+#[derive(Clone, Copy)]
+pub(super) struct Distribution<'a> {
+    pub row: Surveyed<'a>,
+    pub temperature: f32,
+    /// 1 / temperature.
+    pub scale: f32,
+    pub keep: Keep,
+}
+
+impl<'a> Distribution<'a> {
+    pub(super) fn new(row: Surveyed<'a>, temperature: f32) -> Self {
+        Self { row, temperature, scale: 1.0 / temperature, keep: Keep::ALL }
+    }
+
+    pub(super) fn exponent(&self, logit: f32) -> f32 {
+        (logit - self.row.highest) * self.scale
+    }
+
+    /// Natural logarithm of a token's probability, `total` being the mass of all.
+    pub(super) fn logprob(&self, logit: f32, total: u64) -> f32 {
+        let exponent = (f64::from(logit) - f64::from(self.row.highest)) / f64::from(self.temperature);
+        #[expect(clippy::cast_precision_loss, reason = "a logarithm needs no more")]
+        let mass = total as f64 / UNIT;
+        #[expect(clippy::cast_possible_truncation, reason = "what is reported is single precision")]
+        let logprob = (exponent - mass.ln()) as f32;
+        logprob
+    }
+}
+
+/// The mass of a weight in [0, 1].
+#[inline(always)]
+pub(super) fn mass(weight: f32) -> u64 {
+    (f64::from(weight) + ROUNDER).to_bits() - ROUNDER.to_bits()
+}
+
+/// The mass of all weights.
+#[inline(always)]
+fn sum(weights: &[f32; CHUNK]) -> u64 {
+    let mut total = 0_u64;
+    for &weight in weights {
+        total = total.wrapping_add((f64::from(weight) + ROUNDER).to_bits());
+    }
+    total.wrapping_sub(ROUNDER.to_bits().wrapping_mul(CHUNK as u64))
+}
+
+/// Exponents and weights of one vector of logits, with what the distribution does not keep at weight 0.
+#[inline(always)]
+fn weigh<S: Simd>(simd: S, from: &Distribution<'_>, logits: S::F, strict: bool) -> (S::F, S::F) {
+    let exponents = simd.mul(simd.sub(logits, simd.splat(from.row.highest)), simd.splat(from.scale));
+    let weights = simd.exp(exponents);
+    if from.keep == Keep::ALL {
+        return (exponents, weights);
+    }
+    let least = simd.splat(from.keep.logit);
+    let reached = if strict { simd.less(least, logits) } else { simd.less_equal(least, logits) };
+    let kept = simd.and(reached, simd.less_equal(simd.splat(from.keep.exponent), exponents));
+    (exponents, simd.select(kept, weights, simd.zero()))
+}
+
+/// Weights of a chunk; false, and nothing written, where all are 0.
+#[inline(always)]
+fn weigh_chunk<S: Simd, T: Element>(
+    simd: S,
+    row: Typed<T>,
+    from: &Distribution<'_>,
+    chunk: usize,
+    weights: &mut [f32; CHUNK],
+) -> bool {
+    // SAFETY: a group has 16 elements.
+    let largest = unsafe { simd.load(from.row.maxima[chunk * LANES..][..LANES].as_ptr()) };
+    let exponents = simd.mul(simd.sub(largest, simd.splat(from.row.highest)), simd.splat(from.scale));
+    let alive = simd.less_equal(simd.splat(LEAST_EXPONENT), exponents);
+    if simd.bits(simd.and(alive, simd.less_equal(simd.splat(from.keep.logit), largest))) == 0 {
+        return false;
+    }
+    let first = chunk * CHUNK;
+    let strict = first > from.keep.last;
+    for part in 0..LANES {
+        let logits = row.load(simd, first + part * LANES);
+        let (_, weight) = weigh(simd, from, logits, strict);
+        // SAFETY: the parts of a chunk.
+        unsafe { simd.store(weights.as_mut_ptr().add(part * LANES), weight) };
+    }
+    if !strict && from.keep.last < (first + CHUNK - 1).min(row.len - 1) {
+        for token in from.keep.last + 1..(first + CHUNK).min(row.len) {
+            #[expect(clippy::float_cmp, reason = "equal logits are meant")]
+            if row.at(token) == from.keep.logit {
+                weights[token - first] = 0.0;
+            }
+        }
+    }
+    true
+}
+
+struct Masses<'a> {
+    from: Distribution<'a>,
+    into: &'a mut Vec<u64>,
+}
+
+impl Masses<'_> {
+    #[inline(always)]
+    fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) -> u64 {
+        let mut weights = [0.0; CHUNK];
+        let mut total = 0;
+        self.into.clear();
+        for chunk in 0..self.from.row.chunks() {
+            let mass = if weigh_chunk(simd, row, &self.from, chunk, &mut weights) { sum(&weights) } else { 0 };
+            self.into.push(mass);
+            total += mass;
+        }
+        total
+    }
+}
+
+impl Kernel for Masses<'_> {
+    type Output = u64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> u64 {
+        by_kind!(self.from.row.logits, row => self.pass(simd, row))
+    }
+}
+
+/// The mass of each chunk, and of all.
+pub(super) fn masses(isa: Isa, from: Distribution<'_>, into: &mut Vec<u64>) -> u64 {
+    isa.run(Masses { from, into })
+}
+
+struct Find<'a> {
+    from: Distribution<'a>,
+    chunk: usize,
+    target: u64,
+}
+
+impl Find<'_> {
+    #[inline(always)]
+    fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) -> usize {
+        let mut weights = [0.0; CHUNK];
+        weigh_chunk(simd, row, &self.from, self.chunk, &mut weights);
+        let mut before = 0;
+        let found = weights.iter().position(|&weight| {
+            before += mass(weight);
+            before > self.target
+        });
+        self.chunk * CHUNK + found.unwrap_or(0)
+    }
+}
+
+impl Kernel for Find<'_> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> usize {
+        by_kind!(self.from.row.logits, row => self.pass(simd, row))
+    }
+}
+
+/// The token at which the mass, added up in order of id, first exceeds `target`, which is less than that of all.
+pub(super) fn find(isa: Isa, from: Distribution<'_>, masses: &[u64], target: u64) -> usize {
+    let mut before = 0;
+    for (chunk, &mass) in masses.iter().enumerate() {
+        if before + mass > target {
+            return isa.run(Find { from, chunk, target: target - before });
+        }
+        before += mass;
+    }
+    0
+}
+
+struct Weigh<'a> {
+    from: Distribution<'a>,
+    logits: &'a [f32],
+    into: &'a mut Vec<f32>,
+}
+
+impl Kernel for Weigh<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        self.into.resize(self.logits.len().next_multiple_of(LANES), 0.0);
+        for (logits, into) in self.logits.chunks(LANES).zip(self.into.chunks_exact_mut(LANES)) {
+            // SAFETY: as many as the slices hold.
+            unsafe {
+                let logits = simd.read_first(logits.as_ptr(), logits.len());
+                simd.store(into.as_mut_ptr(), weigh(simd, &self.from, logits, false).1);
+            }
+        }
+    }
+}
+
+/// The weight of each logit, and more.
+pub(super) fn weights(isa: Isa, from: Distribution<'_>, logits: &[f32], into: &mut Vec<f32>) {
+    isa.run(Weigh { from, logits, into });
+}
+
+/// Bins of a [`histogram`].
+pub(super) const BINS: usize = 1024;
+
+#[inline(always)]
+fn bins<S: Simd>(simd: S, exponents: S::F) -> S::F {
+    #[expect(clippy::cast_precision_loss, reason = "1024 and 1023 are exact")]
+    let (scale, last) = (simd.splat(BINS as f32 / LEAST_EXPONENT), simd.splat((BINS - 1) as f32));
+    simd.min(simd.mul(exponents, scale), last)
+}
+
+struct Histogram<'a> {
+    from: Distribution<'a>,
+    into: &'a mut [u64; BINS],
+}
+
+impl Histogram<'_> {
+    #[inline(always)]
+    fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) {
+        let mut weights = [0.0; CHUNK];
+        let mut places = [0.0; CHUNK];
+        for chunk in 0..self.from.row.chunks() {
+            if !weigh_chunk(simd, row, &self.from, chunk, &mut weights) {
+                continue;
+            }
+            for part in 0..LANES {
+                let logits = row.load(simd, chunk * CHUNK + part * LANES);
+                let exponents = simd.mul(simd.sub(logits, simd.splat(self.from.row.highest)), simd.splat(self.from.scale));
+                // SAFETY: the parts of a chunk.
+                unsafe { simd.store(places.as_mut_ptr().add(part * LANES), bins(simd, exponents)) };
+            }
+            for (&weight, &place) in weights.iter().zip(&places) {
+                #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from 0 to 1023")]
+                let bin = place as usize;
+                self.into[bin.min(BINS - 1)] += mass(weight);
+            }
+        }
+    }
+}
+
+impl Kernel for Histogram<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        by_kind!(self.from.row.logits, row => self.pass(simd, row));
+    }
+}
+
+/// The mass by exponent: better tokens lie in lower bins, equal ones in the same.
+pub(super) fn histogram(isa: Isa, from: Distribution<'_>) -> [u64; BINS] {
+    let mut into = [0; BINS];
+    isa.run(Histogram { from, into: &mut into });
+    into
+}
+
+struct Members<'a> {
+    from: Distribution<'a>,
+    bin: usize,
+    into: &'a mut Vec<Candidate>,
+}
+
+impl Members<'_> {
+    #[inline(always)]
+    fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) {
+        #[expect(clippy::cast_precision_loss, reason = "small whole numbers")]
+        let (low, high) = (simd.splat(self.bin as f32), simd.splat((self.bin + 1) as f32));
+        let (highest, scale) = (simd.splat(self.from.row.highest), simd.splat(self.from.scale));
+        for first in (0..row.len).step_by(LANES) {
+            let places = bins(simd, simd.mul(simd.sub(row.load(simd, first), highest), scale));
+            let mut found = simd.bits(simd.and(simd.less_equal(low, places), simd.less(places, high)));
+            while found != 0 {
+                let token = first + found.trailing_zeros() as usize;
+                found &= found - 1;
+                if token >= row.len {
+                    break;
+                }
+                let logit = row.at(token);
+                if self.from.keep.allows(logit, self.from.exponent(logit), token) {
+                    #[expect(clippy::cast_possible_truncation, reason = "token ids fit 32 bits")]
+                    self.into.push(Candidate { logit, token: token as u32 });
+                }
+            }
+        }
+    }
+}
+
+impl Kernel for Members<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        by_kind!(self.from.row.logits, row => self.pass(simd, row));
+    }
+}
+
+/// The tokens of a bin that the distribution keeps.
+pub(super) fn members(isa: Isa, from: Distribution<'_>, bin: usize, into: &mut Vec<Candidate>) {
+    into.clear();
+    isa.run(Members { from, bin, into });
+}
