@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rollspan.kernels import passes
+from rollspan.kernels import fusions, passes
+from rollspan.kernels.linear import PackedLinear
 from rollspan.kernels.program import Program
 
 if TYPE_CHECKING:
@@ -36,20 +37,24 @@ def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 _library.impl("attend", _attend_shape, "Meta")
 
 
+#: Fusions in the order in which they run.
+FUSIONS = ("linears", "rotations", "norms", "gates")
+
+
 @dataclass(frozen=True)
 class CaptureOptions:
     """What may be done to the captured forward.
 
     Attributes:
         exact: only what keeps every bit of the eager forward.
-        fusions: names of the fusions that run when not exact, of :data:`rollspan.kernels.passes.FUSIONS`.
-        linear: replaces every ``linear(input, weight, bias)`` whose weight it accepts (returns not None), for the
-            batch-invariant mode; called with the weight at capture.
+        fusions: which of :data:`FUSIONS` run when not exact.
+        replacements: what is called instead of an operation, with the same arguments; for forms of it whose bits do
+            not depend on the number of rows. Takes effect when exact.
     """
 
     exact: bool = False
-    fusions: frozenset[str] = field(default_factory=lambda: frozenset(passes.FUSIONS))
-    linear: Callable[[torch.Tensor], Callable[..., torch.Tensor] | None] | None = None
+    fusions: frozenset[str] = frozenset(FUSIONS)
+    replacements: Mapping[torch._ops.OpOverload, Callable[..., Any]] = field(default_factory=dict)
 
 
 class CapturedForward:
@@ -59,8 +64,9 @@ class CapturedForward:
         derived_bytes: memory of the repacked copies of weights.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, layers: list[PackedLinear]) -> None:
         self.program = program
+        self._layers = layers
         self.forward = program.forward
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
@@ -68,10 +74,12 @@ class CapturedForward:
 
     @property
     def derived_bytes(self) -> int:
-        return 0
+        return sum(layer.nbytes for layer in self._layers)
 
     def after_commit(self) -> None:
         """Repacks what is derived from the parameters; to be called after they changed, before the next step."""
+        for layer in self._layers:
+            layer.refresh()
 
 
 def capture(model: PreTrainedModel, context: Any, options: CaptureOptions | None = None) -> CapturedForward | None:
@@ -126,7 +134,26 @@ def _compile(traced: fx.GraphModule, model: PreTrainedModel, context: Any, optio
         if node.target is torch.ops.rollspan.attend.default:
             node.target = context.attend
     passes.simplify(graph)
-    return CapturedForward(Program(graph, attributes))
+    if options.exact:
+        for node in graph.nodes:
+            node.target = options.replacements.get(node.target, node.target)
+    else:
+        _fuse(graph, attributes, options.fusions)
+    layers = [node.target for node in graph.nodes if isinstance(node.target, PackedLinear)]
+    return CapturedForward(Program(graph, attributes), layers)
+
+
+def _fuse(graph: fx.Graph, attributes: dict[str, torch.Tensor], names: frozenset[str]) -> None:
+    counts = {}
+    if "linears" in names:
+        counts["linears"] = fusions.pack_linears(graph, attributes)
+    if "rotations" in names:
+        counts["rotations"] = fusions.fuse_rotations(graph)
+    if "norms" in names:
+        counts["norms"] = fusions.fuse_norms(graph)
+    if "gates" in names:
+        counts["gates"] = fusions.fuse_gates(graph)
+    logger.debug("fused %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 def _check_symbolic(traced: fx.GraphModule) -> None:

@@ -1,0 +1,60 @@
+"""Linear layers for the CPU, with the weights of several side by side in a layout that multiplies faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Rows that the layout is chosen for; it serves any number.
+_TYPICAL_ROWS = 32
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether repacking a weight of this type makes multiplying by it faster on this CPU (1.3 to 2 times)."""
+    return (
+        dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class PackedLinear:
+    """``x -> x W^T + b`` with one or more weights side by side, in the layout that oneDNN multiplies by.
+
+    Args:
+        weights: ``[N_i, K]`` each; parameters, whose present data is packed by :meth:`refresh`.
+        biases: ``[N_i]`` each, None for none.
+        transposed: the weights are ``[K, N_i]``.
+    """
+
+    __name__ = "packed_linear"  # a node of a graph calls something that has a name
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], *, transposed: bool = False) -> None:
+        self._weights = weights
+        self._biases = biases
+        self._transposed = transposed
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._packed: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.refresh()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed copy."""
+        return sum(weight.nbytes for weight in self._weights)
+
+    def refresh(self) -> None:
+        """Packs the weights as they are now."""
+        self._packed = None  # so that there are never two copies
+        columns = [weight.t() if self._transposed else weight for weight in self._weights]
+        with torch.no_grad():
+            merged = torch.cat(columns).contiguous() if len(columns) > 1 else columns[0].detach().contiguous()
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(merged, _TYPICAL_ROWS)
+            if any(bias is not None for bias in self._biases):
+                rows = [column.new_zeros(column.shape[0]) for column in columns]
+                chosen = [row if bias is None else bias for row, bias in zip(rows, self._biases, strict=True)]
+                self._bias = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [..., K] -> [..., N]``."""
+        return self._multiply(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
