@@ -170,7 +170,9 @@ def _row(texts: Sequence[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where make_models.py has written the models")
-    parser.add_argument("--out", type=Path, default=Path("build/against_peers"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, help="(default: build/against_peers; with --quick build/against_peers_quick)"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--batch", type=int, nargs="+", help="(default: 1 8 32 128; with --quick 1 32)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="(default: all)")
@@ -192,18 +194,19 @@ def main() -> int:
         output_tokens=args.output_tokens or (32 if args.quick else 128),
         threads=args.threads,
     )
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out or Path("build") / ("against_peers_quick" if args.quick else "against_peers")
+    out.mkdir(parents=True, exist_ok=True)
     failures: list[str] = []
     interrupted = False
     try:
         for model in args.models:
-            collect(model, args.out / f"{model}.json", plan, args.out)  # what a killed run has left
-            failures += run_model(model, args.directory, plan, args.out)
+            collect(model, out / f"{model}.json", plan, out)  # what a killed run has left
+            failures += run_model(model, args.directory, plan, out)
     except KeyboardInterrupt:
         interrupted = True
-    cells = read_cells(args.out)
+    cells = read_cells(out)
     if cells:
-        (args.out / "table.md").write_text(table(cells))
+        (out / "table.md").write_text(table(cells))
         print(table(cells))
     for failure in failures:
         print(failure, file=sys.stderr)

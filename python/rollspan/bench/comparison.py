@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_positive,
         default=1,
-        help="compute threads of every engine (default: 1; vLLM takes all physical cores but one of its own accord)",
+        help="compute threads of every engine (default: 1)",
     )
     group.add_argument(
         "--against",

@@ -16,6 +16,7 @@ class Engine:
 
     def __init__(self, load: dict[str, Any]) -> None:
         preloaded = _preload()
+        _bind(load["threads"])
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._vllm = importlib.import_module("vllm")
@@ -67,6 +68,13 @@ class Engine:
             detokenize=False,
             **more,
         )
+
+
+def _bind(threads: int) -> None:
+    """Gives vLLM's CPU worker so many cores, where its own choice, all but one, is another and the user made none."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if 0 < threads <= len(cores) and threads != len(cores) - 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores[-threads:])))
 
 
 def _preload() -> str:
