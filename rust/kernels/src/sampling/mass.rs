@@ -26,8 +26,7 @@ pub(super) struct Keep {
 
 impl Keep {
     /// Every token.
-    pub(super) const ALL: Self =
-        Self { logit: f32::NEG_INFINITY, exponent: f32::NEG_INFINITY, last: usize::MAX };
+    pub(super) const ALL: Self = Self { logit: f32::NEG_INFINITY, exponent: f32::NEG_INFINITY, last: usize::MAX };
 
     /// Whether a token of this logit and exponent is among them.
     pub(super) fn allows(&self, logit: f32, exponent: f32, token: usize) -> bool {
@@ -83,18 +82,41 @@ fn sum(weights: &[f32; CHUNK]) -> u64 {
     total.wrapping_sub(ROUNDER.to_bits().wrapping_mul(CHUNK as u64))
 }
 
-/// Exponents and weights of one vector of logits, with what the distribution does not keep at weight 0.
+/// Exponents of one vector of logits.
 #[inline(always)]
-fn weigh<S: Simd>(simd: S, from: &Distribution<'_>, logits: S::F, strict: bool) -> (S::F, S::F) {
-    let exponents = simd.mul(simd.sub(logits, simd.splat(from.row.highest)), simd.splat(from.scale));
+fn exponents<S: Simd>(simd: S, from: &Distribution<'_>, logits: S::F) -> S::F {
+    simd.mul(simd.sub(logits, simd.splat(from.row.highest)), simd.splat(from.scale))
+}
+
+/// Weights of one vector of logits; with `SELECT`, 0 for those that the distribution does not keep.
+#[inline(always)]
+fn weigh<S: Simd, const SELECT: bool>(simd: S, from: &Distribution<'_>, logits: S::F, strict: bool) -> S::F {
+    let exponents = exponents(simd, from, logits);
     let weights = simd.exp(exponents);
-    if from.keep == Keep::ALL {
-        return (exponents, weights);
+    if !SELECT {
+        return weights;
     }
     let least = simd.splat(from.keep.logit);
     let reached = if strict { simd.less(least, logits) } else { simd.less_equal(least, logits) };
     let kept = simd.and(reached, simd.less_equal(simd.splat(from.keep.exponent), exponents));
-    (exponents, simd.select(kept, weights, simd.zero()))
+    simd.select(kept, weights, simd.zero())
+}
+
+#[inline(always)]
+fn weigh_parts<S: Simd, T: Element, const FULL: bool, const SELECT: bool>(
+    simd: S,
+    row: Typed<T>,
+    from: &Distribution<'_>,
+    first: usize,
+    strict: bool,
+    weights: &mut [f32; CHUNK],
+) {
+    for part in 0..LANES {
+        let logits = row.load::<S, FULL>(simd, first + part * LANES);
+        let weight = weigh::<S, SELECT>(simd, from, logits, strict);
+        // SAFETY: the parts of a chunk.
+        unsafe { simd.store(weights.as_mut_ptr().add(part * LANES), weight) };
+    }
 }
 
 /// Weights of a chunk; false, and nothing written, where all are 0.
@@ -108,19 +130,21 @@ fn weigh_chunk<S: Simd, T: Element>(
 ) -> bool {
     // SAFETY: a group has 16 elements.
     let largest = unsafe { simd.load(from.row.maxima[chunk * LANES..][..LANES].as_ptr()) };
-    let exponents = simd.mul(simd.sub(largest, simd.splat(from.row.highest)), simd.splat(from.scale));
-    let alive = simd.less_equal(simd.splat(LEAST_EXPONENT), exponents);
+    let alive = simd.less_equal(simd.splat(LEAST_EXPONENT), exponents(simd, from, largest));
     if simd.bits(simd.and(alive, simd.less_equal(simd.splat(from.keep.logit), largest))) == 0 {
         return false;
     }
     let first = chunk * CHUNK;
     let strict = first > from.keep.last;
-    for part in 0..LANES {
-        let logits = row.load(simd, first + part * LANES);
-        let (_, weight) = weigh(simd, from, logits, strict);
-        // SAFETY: the parts of a chunk.
-        unsafe { simd.store(weights.as_mut_ptr().add(part * LANES), weight) };
+    if from.keep == Keep::ALL {
+        if row.is_full(chunk) {
+            weigh_parts::<S, T, true, false>(simd, row, from, first, strict, weights);
+        } else {
+            weigh_parts::<S, T, false, false>(simd, row, from, first, strict, weights);
+        }
+        return true;
     }
+    weigh_parts::<S, T, false, true>(simd, row, from, first, strict, weights);
     if !strict && from.keep.last < (first + CHUNK - 1).min(row.len - 1) {
         for token in from.keep.last + 1..(first + CHUNK).min(row.len) {
             #[expect(clippy::float_cmp, reason = "equal logits are meant")]
@@ -223,7 +247,7 @@ impl Kernel for Weigh<'_> {
             // SAFETY: as many as the slices hold.
             unsafe {
                 let logits = simd.read_first(logits.as_ptr(), logits.len());
-                simd.store(into.as_mut_ptr(), weigh(simd, &self.from, logits, false).1);
+                simd.store(into.as_mut_ptr(), weigh::<S, true>(simd, &self.from, logits, false));
             }
         }
     }
@@ -237,11 +261,15 @@ pub(super) fn weights(isa: Isa, from: Distribution<'_>, logits: &[f32], into: &m
 /// Bins of a [`histogram`].
 pub(super) const BINS: usize = 1024;
 
+/// Adding it to a float from 0 to 2^22 rounds that to a whole number, which then is in the low bits.
+const WHOLE: f32 = 8_388_608.0;
+
+/// The bin of each exponent, plus [`WHOLE`].
 #[inline(always)]
 fn bins<S: Simd>(simd: S, exponents: S::F) -> S::F {
     #[expect(clippy::cast_precision_loss, reason = "1024 and 1023 are exact")]
     let (scale, last) = (simd.splat(BINS as f32 / LEAST_EXPONENT), simd.splat((BINS - 1) as f32));
-    simd.min(simd.mul(exponents, scale), last)
+    simd.add(simd.min(simd.mul(exponents, scale), last), simd.splat(WHOLE))
 }
 
 struct Histogram<'a> {
@@ -253,21 +281,23 @@ impl Histogram<'_> {
     #[inline(always)]
     fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) {
         let mut weights = [0.0; CHUNK];
-        let mut places = [0.0; CHUNK];
+        let mut places = [0.0_f32; CHUNK];
+        let mut masses = [0; CHUNK];
         for chunk in 0..self.from.row.chunks() {
             if !weigh_chunk(simd, row, &self.from, chunk, &mut weights) {
                 continue;
             }
             for part in 0..LANES {
-                let logits = row.load(simd, chunk * CHUNK + part * LANES);
-                let exponents = simd.mul(simd.sub(logits, simd.splat(self.from.row.highest)), simd.splat(self.from.scale));
+                let logits = row.load::<S, false>(simd, chunk * CHUNK + part * LANES);
+                let bins = bins(simd, exponents(simd, &self.from, logits));
                 // SAFETY: the parts of a chunk.
-                unsafe { simd.store(places.as_mut_ptr().add(part * LANES), bins(simd, exponents)) };
+                unsafe { simd.store(places.as_mut_ptr().add(part * LANES), bins) };
             }
-            for (&weight, &place) in weights.iter().zip(&places) {
-                #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "from 0 to 1023")]
-                let bin = place as usize;
-                self.into[bin.min(BINS - 1)] += mass(weight);
+            for (into, &weight) in masses.iter_mut().zip(&weights) {
+                *into = mass(weight);
+            }
+            for (&mass, &place) in masses.iter().zip(&places) {
+                self.into[place.to_bits() as usize % BINS] += mass;
             }
         }
     }
@@ -298,12 +328,11 @@ struct Members<'a> {
 impl Members<'_> {
     #[inline(always)]
     fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) {
-        #[expect(clippy::cast_precision_loss, reason = "small whole numbers")]
-        let (low, high) = (simd.splat(self.bin as f32), simd.splat((self.bin + 1) as f32));
-        let (highest, scale) = (simd.splat(self.from.row.highest), simd.splat(self.from.scale));
+        #[expect(clippy::cast_precision_loss, reason = "a small whole number")]
+        let bin = simd.splat(self.bin as f32 + WHOLE);
         for first in (0..row.len).step_by(LANES) {
-            let places = bins(simd, simd.mul(simd.sub(row.load(simd, first), highest), scale));
-            let mut found = simd.bits(simd.and(simd.less_equal(low, places), simd.less(places, high)));
+            let logits = row.load::<S, false>(simd, first);
+            let mut found = simd.bits(simd.equal(bins(simd, exponents(simd, &self.from, logits)), bin));
             while found != 0 {
                 let token = first + found.trailing_zeros() as usize;
                 found &= found - 1;

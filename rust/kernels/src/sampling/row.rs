@@ -1,5 +1,6 @@
 //! What goes in and comes out for one row, laid out as in `rollspan/kernels/sampling_torch.py`.
 
+use super::scan::CHUNK;
 use crate::simd::{Element, LANES, Simd};
 
 /// Evaluates an expression with the row as a [`Typed`] of its element type.
@@ -151,10 +152,17 @@ impl<T: Element> Typed<T> {
         unsafe { *self.start.add(token) }.to_f32()
     }
 
-    /// 16 logits from token `first` on; -inf beyond the end.
+    /// Whether all tokens of the chunk are in the row.
     #[inline(always)]
-    pub(super) fn load<S: Simd>(self, simd: S, first: usize) -> S::F {
-        if first + LANES <= self.len {
+    pub(super) fn is_full(self, chunk: usize) -> bool {
+        (chunk + 1) * CHUNK <= self.len
+    }
+
+    /// 16 logits from token `first` on, in a chunk that [`Typed::is_full`] (`FULL`); else -inf beyond the end.
+    #[inline(always)]
+    pub(super) fn load<S: Simd, const FULL: bool>(self, simd: S, first: usize) -> S::F {
+        if FULL || first + LANES <= self.len {
+            debug_assert!(first + LANES <= self.len);
             // SAFETY: inside the row.
             return unsafe { simd.read(self.start.add(first)) };
         }

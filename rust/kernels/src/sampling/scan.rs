@@ -41,6 +41,19 @@ impl Surveyed<'_> {
     }
 }
 
+/// The maxima of a chunk's groups, and which of them hold no NaN.
+#[inline(always)]
+fn survey_chunk<S: Simd, T: Element, const FULL: bool>(simd: S, row: Typed<T>, chunk: usize) -> (S::F, S::M) {
+    let mut largest = simd.splat(f32::NEG_INFINITY);
+    let mut numbers = simd.first(LANES);
+    for part in 0..LANES {
+        let values = row.load::<S, FULL>(simd, chunk * CHUNK + part * LANES);
+        numbers = simd.and(numbers, simd.equal(values, values));
+        largest = simd.max(values, largest);
+    }
+    (largest, numbers)
+}
+
 struct Survey<'a> {
     logits: Logits,
     maxima: &'a mut Vec<f32>,
@@ -54,12 +67,12 @@ impl Survey<'_> {
         let mut numbers = simd.first(LANES);
         let mut highest = simd.splat(f32::NEG_INFINITY);
         for (chunk, groups) in maxima.chunks_exact_mut(LANES).enumerate() {
-            let mut largest = simd.splat(f32::NEG_INFINITY);
-            for part in 0..LANES {
-                let values = row.load(simd, chunk * CHUNK + part * LANES);
-                numbers = simd.and(numbers, simd.equal(values, values));
-                largest = simd.max(values, largest);
-            }
+            let (largest, clean) = if row.is_full(chunk) {
+                survey_chunk::<S, T, true>(simd, row, chunk)
+            } else {
+                survey_chunk::<S, T, false>(simd, row, chunk)
+            };
+            numbers = simd.and(numbers, clean);
             // SAFETY: a group has 16 elements.
             unsafe { simd.store(groups.as_mut_ptr(), largest) };
             highest = simd.max(largest, highest);
@@ -111,7 +124,7 @@ impl Collect<'_> {
             }
             for part in 0..LANES {
                 let first = chunk * CHUNK + part * LANES;
-                let values = row.load(simd, first);
+                let values = row.load::<S, false>(simd, first);
                 let mut found = simd.bits(simd.less_equal(least, values));
                 while found != 0 {
                     let token = first + found.trailing_zeros() as usize;
@@ -140,6 +153,17 @@ pub(super) fn collect(isa: Isa, row: Surveyed<'_>, least: f32, into: &mut Vec<Ca
     isa.run(Collect { row, least, into });
 }
 
+/// How many of a chunk's logits are greater than `than`, by group.
+#[inline(always)]
+fn count_chunk<S: Simd, T: Element, const FULL: bool>(simd: S, row: Typed<T>, chunk: usize, than: S::F) -> S::F {
+    let mut count = simd.zero();
+    for part in 0..LANES {
+        let values = row.load::<S, FULL>(simd, chunk * CHUNK + part * LANES);
+        count = simd.select(simd.less(than, values), simd.add(count, simd.splat(1.0)), count);
+    }
+    count
+}
+
 struct Greater<'a> {
     row: Surveyed<'a>,
     than: f32,
@@ -148,7 +172,7 @@ struct Greater<'a> {
 impl Greater<'_> {
     #[inline(always)]
     fn pass<S: Simd, T: Element>(self, simd: S, row: Typed<T>) -> u32 {
-        let (than, one) = (simd.splat(self.than), simd.splat(1.0));
+        let than = simd.splat(self.than);
         // Counts stay below 2^24 in each lane, so they are exact.
         let mut count = simd.zero();
         for (chunk, groups) in self.row.maxima.chunks_exact(LANES).enumerate() {
@@ -157,10 +181,12 @@ impl Greater<'_> {
             if simd.bits(simd.less(than, largest)) == 0 {
                 continue;
             }
-            for part in 0..LANES {
-                let values = row.load(simd, chunk * CHUNK + part * LANES);
-                count = simd.add(count, simd.select(simd.less(than, values), one, simd.zero()));
-            }
+            let found = if row.is_full(chunk) {
+                count_chunk::<S, T, true>(simd, row, chunk, than)
+            } else {
+                count_chunk::<S, T, false>(simd, row, chunk, than)
+            };
+            count = simd.add(count, found);
         }
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole numbers, see above")]
         simd.to_array(count).iter().map(|&lane| lane as u32).sum()
@@ -261,9 +287,7 @@ pub(super) fn best(isa: Isa, row: Surveyed<'_>, count: usize, values: &mut Vec<f
         let impossible = (0..row.logits.len()).filter(|&token| row.logits.at(token) == f32::NEG_INFINITY);
         let missing = count - into.len();
         #[expect(clippy::cast_possible_truncation, reason = "token ids fit 32 bits")]
-        into.extend(
-            impossible.take(missing).map(|token| Candidate { logit: f32::NEG_INFINITY, token: token as u32 }),
-        );
+        into.extend(impossible.take(missing).map(|token| Candidate { logit: f32::NEG_INFINITY, token: token as u32 }));
     }
     if into.len() > count {
         into.select_nth_unstable_by(count - 1, Candidate::order);

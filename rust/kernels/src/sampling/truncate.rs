@@ -31,13 +31,7 @@ pub(super) fn floor(isa: Isa, row: &Row, from: &Distribution<'_>, workspace: &mu
 }
 
 /// What top-p leaves of `from`, whose mass is `total`: the fewest best tokens whose share reaches `share`.
-pub(super) fn nucleus(
-    isa: Isa,
-    from: Distribution<'_>,
-    total: u64,
-    share: f32,
-    workspace: &mut Workspace,
-) -> Keep {
+pub(super) fn nucleus(isa: Isa, from: Distribution<'_>, total: u64, share: f32, workspace: &mut Workspace) -> Keep {
     #[expect(clippy::cast_precision_loss, reason = "relative to the total, 2^-53")]
     let limit = f64::from(share) * total as f64;
     let Workspace { values, candidates, .. } = workspace;
@@ -65,13 +59,7 @@ pub(super) fn nucleus(
 
 /// What is kept, where the candidates (complete from some logit on) reach the limit, `before` being the mass of better
 /// tokens.
-fn boundary(
-    isa: Isa,
-    from: Distribution<'_>,
-    mut before: u64,
-    limit: f64,
-    workspace: &mut Workspace,
-) -> Option<Keep> {
+fn boundary(isa: Isa, from: Distribution<'_>, mut before: u64, limit: f64, workspace: &mut Workspace) -> Option<Keep> {
     let Workspace { values, weights, candidates } = workspace;
     candidates.sort_unstable_by(Candidate::order);
     values.clear();
