@@ -249,6 +249,7 @@ async fn scheduler_stats_become_the_status() {
         step_counter: 9,
         paused: Some(true),
         prefix_cache_stats: None,
+        num_preemptions: 0,
     };
     link.send(&mock::stats("step-7", 7, counts)).await;
     let engine = async {

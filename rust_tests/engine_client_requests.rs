@@ -9,7 +9,9 @@ use rollspan_engine_client::{
     Connection, Delivery, Delta, EngineClient, Finished, NoObserver, Observer, RequestError, RequestStream, Submission,
     SubmitError,
 };
-use rollspan_protocol::{EngineCoreOutput, EngineCoreRequest, EngineError, FinishReason, LogprobsLists};
+use rollspan_protocol::{
+    EngineCoreOutput, EngineCoreRequest, EngineError, FinishReason, LogprobsLists, SchedulerStats,
+};
 use serde_json::json;
 
 async fn pair_observed(observer: Box<dyn Observer>) -> (EngineClient, MockLink, MockEngine) {
@@ -254,6 +256,9 @@ impl Observer for Notes {
     }
     fn finished(&self, finished: Finished) {
         self.add(format!("finished {} {}", finished.reason.as_str(), finished.spans_update));
+    }
+    fn scheduler_stats(&self, stats: &SchedulerStats) {
+        self.add(format!("stats {}", stats.num_running_reqs));
     }
     fn decode_error(&self, reason: &'static str) {
         self.add(format!("decode error {reason}"));

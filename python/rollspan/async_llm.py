@@ -209,6 +209,19 @@ class AsyncLLM:
         """True between the pause call and `resume_generation`."""
         return bool(await self._call("is_scheduler_paused"))
 
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes; running requests keep their own keys and values unless asked otherwise.
+
+        Args:
+            reset_running_requests: recompute keys and values of running requests too.
+            reset_connector: vLLM's; there is no cache outside the engine, so nothing is left to do.
+        """
+        return bool(await self._call("reset_prefix_cache", reset_running_requests))
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the engine says about itself: its runner, attention backend, dtype, numerics and configuration."""
+        return dict(await self._call("server_info"))
+
     async def start_weight_update(self) -> None:
         """Opens a weight update; generation goes on.
 

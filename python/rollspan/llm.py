@@ -173,6 +173,19 @@ class LLM:
         """True between the pause call and `resume_generation`."""
         return bool(self._engine.call_utility("is_scheduler_paused"))
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes; running requests keep their own keys and values unless asked otherwise.
+
+        Args:
+            reset_running_requests: recompute keys and values of running requests too.
+            reset_connector: vLLM's; there is no cache outside the engine, so nothing is left to do.
+        """
+        return bool(self._engine.call_utility("reset_prefix_cache", reset_running_requests))
+
+    def server_info(self) -> dict[str, Any]:
+        """What the engine says about itself: its runner, attention backend, dtype, numerics and configuration."""
+        return dict(self._engine.call_utility("server_info"))
+
     def start_weight_update(self) -> None:
         """Opens a weight update. Raises RollspanError ``update_active`` when one is open."""
         self._engine.call_utility("start_weight_update")

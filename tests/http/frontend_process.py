@@ -27,13 +27,14 @@ POST_ROUTES = [
     "/inference/v1/abort_requests",
     "/pause",
     "/resume",
+    "/reset_prefix_cache",
     "/abort_requests",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
     "/update_weight_version",
 ]
-GET_ROUTES = ["/health", "/version", "/v1/models", "/metrics", "/is_paused", "/weight_info"]
+GET_ROUTES = ["/health", "/version", "/v1/models", "/metrics", "/is_paused", "/weight_info", "/server_info"]
 
 
 def frontend_command(kind: str) -> list[str]:

@@ -25,10 +25,12 @@ def build_app(state: FrontendState) -> Starlette:
         "/metrics": control.metrics,
         "/is_paused": control.is_paused,
         "/weight_info": control.weight_info,
+        "/server_info": control.server_info,
     }
     post = {
         "/pause": control.pause,
         "/resume": control.resume,
+        "/reset_prefix_cache": control.reset_prefix_cache,
         "/abort_requests": control.abort_requests,
         "/inference/v1/abort_requests": control.abort_given_requests,
         "/start_weight_update": control.start_weight_update,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rollspan.frontend.schemas import GenerateRequest
-from rollspan.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from rollspan.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 #: What JSON shows for log-probs that it cannot hold (vLLM's rule).
 MINIMUM_LOGPROB = -9999.0
@@ -43,7 +48,7 @@ def collected(request: GenerateRequest, output: RequestOutput, model: str, creat
         "weight_version": output.weight_version,
         "weight_commit": output.weight_commit,
         "prompt_token_ids": request.token_ids if request.return_token_ids else None,
-        "prompt_logprobs": None,
+        "prompt_logprobs": prompt_logprobs(output),
         "kv_transfer_params": None,
         "ec_transfer_params": None,
         "choices": [
@@ -53,7 +58,7 @@ def collected(request: GenerateRequest, output: RequestOutput, model: str, creat
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "logprobs": _logprobs(request, choice),
-                "routed_experts": None,
+                "routed_experts": None if choice.routed_experts is None else npy(choice.routed_experts),
                 "weight_versions": choice.weight_versions,
                 "weight_commits": choice.weight_commits,
             }
@@ -74,8 +79,12 @@ def chunk(
     if request.sampling_params.logprobs is not None:
         fields["logprobs"] = _logprobs(request, choice)
     result: dict[str, Any] = {"request_id": output.request_id, "choices": [fields]}
+    if output.prompt_logprobs is not None and choice.index == 0:
+        result["prompt_logprobs"] = prompt_logprobs(output)
     if choice.finished():
         fields["stop_reason"] = choice.stop_reason
+        if choice.routed_experts is not None:
+            fields["routed_experts"] = npy(choice.routed_experts)
         result["model"] = model
         result["created"] = created
         result["engine_index"] = output.engine_index
@@ -85,6 +94,32 @@ def chunk(
         fields["weight_versions"] = choice.weight_versions
         fields["weight_commits"] = choice.weight_commits
     return result
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """Null for the prompt's first token, then an object of candidates by their ids, the token itself first."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": f"token_id:{token}"}
+            for token, entry in position.items()
+        }
+        for position in output.prompt_logprobs
+    ]
+
+
+def npy(array: npt.NDArray[Any]) -> str:
+    """``array`` as the base64 of a ``.npy`` file, format 1.0."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _finite(entry: Logprob) -> float:
+    return entry.logprob if math.isfinite(entry.logprob) else MINIMUM_LOGPROB
 
 
 def _logprobs(request: GenerateRequest, choice: CompletionOutput) -> dict[str, Any] | None:
@@ -99,7 +134,7 @@ def _position(position: PositionLogprobs) -> dict[str, Any]:
         {
             "token": f"token_id:{token}",
             "token_id": token,
-            "logprob": entry.logprob if math.isfinite(entry.logprob) else MINIMUM_LOGPROB,
+            "logprob": _finite(entry),
             "rank": entry.rank,
         }
         for token, entry in position.items()

@@ -16,6 +16,7 @@ import rollspan
 from rollspan.errors import RollspanError, check_label, wrong_value
 from rollspan.frontend.answers import JsonAnswer, read_body
 from rollspan.frontend.metrics import CONTENT_TYPE
+from rollspan.frontend.server_info import server_info
 from rollspan.frontend.state import FrontendState
 from rollspan.frontend.strict_json import parse_object
 from rollspan.sampling_rules import check_neutral
@@ -30,6 +31,7 @@ PAUSE_MODES = {
     "retract": ("keep", True),
     "in_place": ("keep", False),
 }
+RESET_FLAGS = ("reset_running_requests", "reset_external")
 BOOLEAN_WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -70,7 +72,7 @@ class ControlRoutes:
         """POST /pause"""
         body = await self._body(request)
         mode, default = _pause_mode(request.query_params.get("mode", body.get("mode")))
-        clear_cache = _clear_cache(request.query_params.get("clear_cache"), body.get("clear_cache"), default)
+        clear_cache = _flag("clear_cache", request.query_params.get("clear_cache"), body.get("clear_cache"), default)
         await self._state.live_engine().llm.pause_generation(mode, clear_cache)
         logger.info("paused: mode %s, clear_cache %s", mode, clear_cache)
         return self._answer({"status": "paused"}, body, ("mode", "clear_cache"))
@@ -86,6 +88,24 @@ class ControlRoutes:
         """GET /is_paused"""
         body = await self._body(request)
         return self._answer({"is_paused": await self._state.live_engine().llm.is_paused()}, body)
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """POST /reset_prefix_cache"""
+        body = await self._body(request)
+        flags = {name: _flag(name, request.query_params.get(name), body.get(name), False) for name in RESET_FLAGS}
+        running, external = flags.values()
+        success = await self._state.live_engine().llm.reset_prefix_cache(running, external)
+        logger.info("prefix cache reset: running requests %s", "too" if running else "keep theirs")
+        return self._answer({"success": success}, body, RESET_FLAGS)
+
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info"""
+        body = await self._body(request)
+        config_format = request.query_params.get("config_format", "json")
+        if config_format not in ("json", "text"):
+            raise wrong_value("config_format", "json or text", config_format)
+        engine = self._state.live_engine()
+        return self._answer(server_info(engine, await engine.llm.server_info()), body)
 
     async def abort_requests(self, request: Request) -> Response:
         """POST /abort_requests: the given ids, or all."""
@@ -171,16 +191,17 @@ def _pause_mode(mode: Any) -> tuple[str, bool]:
     return PAUSE_MODES[mode]
 
 
-def _clear_cache(query: str | None, in_body: Any, default: bool) -> bool:
+def _flag(name: str, query: str | None, in_body: Any, default: bool) -> bool:
+    """A flag of the query, which wins, or of the body."""
     if query is not None:
         value = BOOLEAN_WORDS.get(query.lower())
         if value is None:
-            raise wrong_value("clear_cache", "true or false", query)
+            raise wrong_value(name, "true or false", query)
         return value
     if in_body is None:
         return default
     if not isinstance(in_body, bool):
-        raise wrong_value("clear_cache", "true or false", in_body)
+        raise wrong_value(name, "true or false", in_body)
     return in_body
 
 

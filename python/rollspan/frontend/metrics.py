@@ -94,6 +94,10 @@ class Metrics:
         self._request = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_BUCKETS
         )
+        self._preemptions = self._counter("num_preemptions", "Running requests that lost their KV blocks.")
+        self._preemptions_seen = 0
+        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
         self._paused.set(hello.paused)
         self._set_weights(hello.weight_version, hello.weight_commit)
 
@@ -175,6 +179,12 @@ class Metrics:
             value = stats.get(key)
             if isinstance(value, (int, float)):
                 gauge.set(value)
+        cache = stats.get("prefix_cache_stats") or {}
+        for counter, key in ((self._cache_queries, "queries"), (self._cache_hits, "hits")):
+            counter.inc(_count(cache.get(key)))
+        preemptions = _count(stats.get("num_preemptions"))
+        self._preemptions.inc(max(preemptions - self._preemptions_seen, 0))
+        self._preemptions_seen = max(preemptions, self._preemptions_seen)
         self._set_weights(message.weight_version, message.weight_commit)
 
     def _set_weights(self, version: str | None, commit: int | None) -> None:
@@ -197,3 +207,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"rollspan:{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
         return family.labels(self._model_name)
+
+
+def _count(value: Any) -> int:
+    """A counter of the engine; what is none counts nothing."""
+    return value if isinstance(value, int) and value > 0 else 0

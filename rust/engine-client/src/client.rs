@@ -232,6 +232,9 @@ impl Shared {
         match message.body {
             Body::Batch(batch) => {
                 let stats = batch.scheduler_stats.as_ref();
+                if let Some(stats) = stats {
+                    self.observer().scheduler_stats(stats);
+                }
                 self.status().update(stats, message.weight_version.as_ref(), message.weight_commit);
                 let step = Step {
                     engine_index: message.engine_index,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rollspan_protocol::FinishReason;
+use rollspan_protocol::{FinishReason, SchedulerStats};
 
 /// One output sequence that ended.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,6 +23,8 @@ pub trait Observer: Send + Sync + 'static {
     fn more_tokens(&self, count: usize, waited: Duration);
     /// An output sequence ended.
     fn finished(&self, finished: Finished);
+    /// The engine reported its scheduler's state.
+    fn scheduler_stats(&self, stats: &SchedulerStats);
     /// A message was refused, with the stable reason of the decode error.
     fn decode_error(&self, reason: &'static str);
     /// A message had this many elements that this version does not know.
@@ -37,6 +39,7 @@ impl Observer for NoObserver {
     fn first_tokens(&self, _: usize, _: usize, _: Duration) {}
     fn more_tokens(&self, _: usize, _: Duration) {}
     fn finished(&self, _: Finished) {}
+    fn scheduler_stats(&self, _: &SchedulerStats) {}
     fn decode_error(&self, _: &'static str) {}
     fn skipped_fields(&self, _: u64) {}
 }

@@ -44,7 +44,8 @@ impl Usage {
             completion_tokens,
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: PromptTokensDetails {
-                cached_tokens: choices.iter().map(Choice::cached_tokens).max().unwrap_or(0),
+                // The others of several sequences find what the first one has computed.
+                cached_tokens: choices.first().map_or(0, Choice::cached_tokens),
             },
             completion_tokens_details: (),
         }

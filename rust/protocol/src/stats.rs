@@ -18,6 +18,8 @@ pub struct SchedulerStats {
     /// What the prefix cache did since the last stats; `None` from engines that don't say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefix_cache_stats: Option<PrefixCacheStats>,
+    /// Running requests that lost their KV blocks, since the engine started (ours).
+    pub num_preemptions: u64,
     /// Whether the scheduler is paused (ours); `None` from engines that don't say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused: Option<bool>,
@@ -30,6 +32,7 @@ map_struct! {
     defaulted kv_cache_usage,
     defaulted step_counter,
     defaulted prefix_cache_stats,
+    defaulted num_preemptions,
     defaulted paused,
 }
 

@@ -166,6 +166,7 @@ fn scheduler_stats<'py>(py: Python<'py>, stats: &SchedulerStats) -> PyResult<Bou
     dict.set_item("num_waiting_reqs", stats.num_waiting_reqs)?;
     dict.set_item("kv_cache_usage", stats.kv_cache_usage)?;
     dict.set_item("step_counter", stats.step_counter)?;
+    dict.set_item("num_preemptions", stats.num_preemptions)?;
     if let Some(cache) = stats.prefix_cache_stats {
         let counters = PyDict::new(py);
         counters.set_item("requests", cache.requests)?;

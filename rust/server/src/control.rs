@@ -45,6 +45,23 @@ impl Control {
         self.fields.get(name).filter(|value| !value.is_null())
     }
 
+    /// A flag of the query, which wins, or of the body.
+    ///
+    /// # Errors
+    /// It is neither true nor false.
+    pub fn flag(&self, name: &str) -> Result<Option<bool>, ApiError> {
+        const ALLOWED: &str = "true or false";
+        if let Some(word) = self.parameter(name) {
+            return match word.to_ascii_lowercase().as_str() {
+                "true" | "1" => Ok(Some(true)),
+                "false" | "0" => Ok(Some(false)),
+                _ => Err(ApiError::wrong(name, ALLOWED, &word.into())),
+            };
+        }
+        let Some(given) = self.field(name) else { return Ok(None) };
+        given.as_bool().map(Some).ok_or_else(|| ApiError::wrong(name, ALLOWED, given))
+    }
+
     /// A field of the body that must be there.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use prometheus::{
     TextEncoder,
 };
 use rollspan_engine_client::{EngineStatus, Finished, Observer};
-use rollspan_protocol::FinishReason;
+use rollspan_protocol::{FinishReason, SchedulerStats};
 
 /// Content type of [`Metrics::render`].
 pub(crate) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -47,6 +47,9 @@ pub(crate) struct Metrics {
     spanning_update: IntCounter,
     decode_errors: IntCounterVec,
     skipped_fields: IntCounter,
+    preemptions: IntCounter,
+    cache_queries: IntCounter,
+    cache_hits: IntCounter,
     first_token: Histogram,
     inter_token: Histogram,
     request: Histogram,
@@ -115,6 +118,10 @@ impl Metrics {
             decode_errors: make.counters("wire_decode_errors_total", "Messages that cannot be decoded.", "reason")?,
             skipped_fields: make
                 .counter("wire_skipped_fields_total", "Trailing elements that the decoder does not know.")?,
+            preemptions: make.counter("num_preemptions_total", "Running requests that lost their KV blocks.")?,
+            cache_queries: make
+                .counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")?,
+            cache_hits: make.counter("prefix_cache_hits_total", "Prompt tokens found there.")?,
             first_token: make.histogram(
                 "time_to_first_token_seconds",
                 "From arrival to the first token.",
@@ -180,6 +187,15 @@ impl Observer for LinkObserver {
         if finished.spans_update {
             self.0.spanning_update.inc();
         }
+    }
+
+    fn scheduler_stats(&self, stats: &SchedulerStats) {
+        if let Some(cache) = stats.prefix_cache_stats {
+            self.0.cache_queries.inc_by(cache.queries);
+            self.0.cache_hits.inc_by(cache.hits);
+        }
+        // The engine counts from its start; one link's messages come one after another.
+        self.0.preemptions.inc_by(stats.num_preemptions.saturating_sub(self.0.preemptions.get()));
     }
 
     fn decode_error(&self, reason: &'static str) {

@@ -1,8 +1,10 @@
 //! The routes, one resource a file.
 
 mod abort;
+mod cache;
 mod generate;
 mod health;
+mod info;
 mod metrics;
 mod models;
 mod pause;
@@ -29,6 +31,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/abort_requests", post(abort::given_or_all).fallback(only_post))
         .route("/pause", post(pause::pause).fallback(only_post))
         .route("/resume", post(pause::resume).fallback(only_post))
+        .route("/reset_prefix_cache", post(cache::reset).fallback(only_post))
+        .route("/server_info", get(info::server_info).fallback(only_get))
         .route("/is_paused", get(pause::is_paused).fallback(only_get))
         .route("/start_weight_update", post(weights::start).fallback(only_post))
         .route("/update_weights", post(weights::update).fallback(only_post))

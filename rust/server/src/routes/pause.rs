@@ -27,7 +27,7 @@ const CLEAR_CACHE: &str = "clear_cache";
 pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
     let (mode, clears) = mode(&control)?;
-    let clear_cache = clear_cache(&control)?.unwrap_or(clears);
+    let clear_cache = control.flag(CLEAR_CACHE)?.unwrap_or(clears);
     control.call("pause_generation", vec![mode.into(), clear_cache.into()]).await?;
     tracing::info!(mode, clear_cache, "paused");
     Ok(control.answer(&json!({"status": "paused"}), &[MODE, CLEAR_CACHE]))
@@ -56,17 +56,4 @@ fn mode(control: &Control) -> Result<(&'static str, bool), ApiError> {
     known
         .map(|(_, mode, clears)| (*mode, *clears))
         .ok_or_else(|| ApiError::wrong(MODE, "abort, wait, keep, retract or in_place", &given))
-}
-
-fn clear_cache(control: &Control) -> Result<Option<bool>, ApiError> {
-    const ALLOWED: &str = "true or false";
-    if let Some(word) = control.parameter(CLEAR_CACHE) {
-        return match word.to_ascii_lowercase().as_str() {
-            "true" | "1" => Ok(Some(true)),
-            "false" | "0" => Ok(Some(false)),
-            _ => Err(ApiError::wrong(CLEAR_CACHE, ALLOWED, &word.into())),
-        };
-    }
-    let Some(given) = control.field(CLEAR_CACHE) else { return Ok(None) };
-    given.as_bool().map(Some).ok_or_else(|| ApiError::wrong(CLEAR_CACHE, ALLOWED, given))
 }
