@@ -127,6 +127,12 @@ impl Rows<'_> {
                 last += 1;
             }
             let tile = self.tile::<T>(position, end);
+            // What comes next: the next tile, or the next task's first one.
+            if position + KEYS < end {
+                self.tile::<T>(position + KEYS, end).prefetch(simd);
+            } else if self.head + 1 < self.call.call.kv_heads {
+                Self { head: self.head + 1, ..*self }.tile::<T>(begin / KEYS * KEYS, end).prefetch(simd);
+            }
             let (mut row, stop) = (first * group, (last + 1) * group);
             while row < stop {
                 // Parts of about the same size: a single row left over would be slow.
@@ -151,6 +157,7 @@ impl Rows<'_> {
         let call = &self.call.call;
         let table = &self.call.block_table[self.span.sequence * call.table_width..][..call.table_width];
         let mut tile = Tile {
+            segments: (end - position).div_ceil(LANES).min(SEGMENTS),
             keys: [std::ptr::null(); SEGMENTS],
             key_stride: call.block_size,
             values: [std::ptr::null(); SEGMENTS],
@@ -160,7 +167,7 @@ impl Rows<'_> {
         };
         for segment in 0..SEGMENTS {
             let at = position + segment * LANES;
-            if at >= end {
+            if segment >= tile.segments {
                 tile.keys[segment] = tile.keys[segment - 1];
                 tile.values[segment] = tile.values[segment - 1];
                 continue;

@@ -11,6 +11,8 @@ pub(super) const SEGMENTS: usize = KEYS / LANES;
 /// One tile of cached keys and values of a head.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<T> {
+    /// Those that hold keys of the sequence.
+    pub(super) segments: usize,
     /// Each at 16 keys of the first dimension; past the last segment, the last again.
     pub(super) keys: [*const T; SEGMENTS],
     /// From one dimension to the next.
@@ -49,7 +51,24 @@ pub(super) const fn most_rows<S: Simd>() -> usize {
     if S::WIDE { MOST_ROWS } else { 2 }
 }
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 impl<T: Element> Tile<T> {
+    /// Asks for all of it. Pages lie anywhere in memory, so the CPU cannot foresee them; bandwidth is what decoding costs.
+    #[inline(always)]
+    pub(super) fn prefetch<S: Simd>(&self, simd: S) {
+        let step = (LINE / (self.key_stride * size_of::<T>())).max(1);
+        for segment in 0..self.segments {
+            for dim in (0..self.head_dim).step_by(step) {
+                simd.prefetch(self.keys[segment].wrapping_add(dim * self.key_stride));
+            }
+            for element in (0..LANES * self.value_dim).step_by(LINE / size_of::<T>()) {
+                simd.prefetch(self.values[segment].wrapping_add(element));
+            }
+        }
+    }
+
     /// Takes the tile into `rows` rows, of which row r sees keys `seen[r]`; at least one each.
     ///
     /// # Safety

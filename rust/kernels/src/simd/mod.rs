@@ -144,6 +144,18 @@ pub trait Simd: Copy + Send + Sync + 'static {
         functions::tanh(self, a)
     }
 
+    /// Asks for the cache line at `address`, which need not be readable.
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a hint about any address.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast::<i8>());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = address;
+    }
+
     /// The 16 elements at `from`, as floats.
     ///
     /// # Safety
