@@ -135,6 +135,7 @@ def table(cells: list[Cell]) -> str:
     peers = [peer for peer in PEERS if any(peer in cell.get("ratio", {}) for cell in cells)]
     header = ["model", "batch", "log-probs", "rollspan tok/s", "log-probs cost"]
     header += [text for peer in peers for text in (f"{peer} tok/s", "ratio")]
+    header.append("CPU µs a token, in the same order")
     lines = [_row(header), _row(["---"] * len(header))]
     for cell in sorted(cells, key=lambda c: (MODELS.index(c["model"]), c["batch"], c["logprobs"] is not None)):
         speeds = cell["tokens_per_second"]
@@ -148,6 +149,8 @@ def table(cells: list[Cell]) -> str:
                 continue
             mark = "" if ratio["median"] >= target(peer, cell["batch"], cell["logprobs"]) else " ✗"
             row += [_middle(speeds[peer], ",.0f"), _middle(ratio, ".2f") + mark]
+        used = [cell["cpu_microseconds_per_token"].get(name) for name in ("rollspan", *peers)]
+        row.append(", ".join("-" if value is None else f"{value:,.0f}" for value in used))
         lines.append(_row(row))
     lines += ["", "Median (slowest to fastest round); ratio round by round; ✗: below the target.", ""]
     for peer in peers:
