@@ -194,7 +194,7 @@ def checkpoint_to_parameters(model: PreTrainedModel, tensors: Mapping[str, torch
             result[target] = tensors[name]
         else:
             converter = merged.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(target, name, pattern, tensors[name])
+            converter.add_tensor(target, name, pattern, tensors[name])  # type: ignore[arg-type] # as for saving
     for target, converter in merged.items():
         try:
             found = converter.convert(target, model=model, config=model.config)

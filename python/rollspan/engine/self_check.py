@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -22,7 +23,7 @@ Run = Callable[[Sequence[ScheduledRequest]], StepLogits]
 
 #: Largest deviation that passes, relative to the largest logit, by dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
-_LENGTHS = (24, 9)
+_LENGTHS = (24, 9, 11)
 _GENERATED = 4
 #: Sliding windows up to this many tokens are checked with a sequence that outgrows them.
 _LONGEST_WINDOW = 160
@@ -150,7 +151,8 @@ class SelfCheck:
         request = self._requests()[1]
         try:
             with torch.inference_mode():
-                expected = self._model.generate(
+                model: Any = self._model
+                expected = model.generate(
                     torch.tensor([request.token_ids], device=self._device),
                     attention_mask=torch.ones(1, request.num_tokens, dtype=torch.int64, device=self._device),
                     generation_config=GenerationConfig(max_new_tokens=_GENERATED, do_sample=False, pad_token_id=0),
@@ -179,10 +181,16 @@ class SelfCheck:
         return requests
 
     def _steps(self) -> list[tuple[int, ...]]:
-        """Tokens of each sequence in each step; some sequences end with a piece, others with a single token."""
-        lengths = [len(sequence) for sequence in self._sequences]
-        ends = [(1, n - 8, 7) if i % 2 else (n - 9, min(8, n - 1), 1) for i, n in enumerate(lengths)]
-        pieces = [[n for n in end if n > 0] for end in ends]
+        """Tokens of each sequence in each step: single ones beside pieces of several, and steps of single ones only."""
+        pieces = []
+        for i, sequence in enumerate(self._sequences):
+            left = len(sequence)
+            sizes: list[int] = []
+            for size in (1, left - 9, 7, 1) if i % 2 else (left - 10, 8, 1, 1):
+                if min(size, left) > 0:
+                    sizes.append(min(size, left))
+                    left -= sizes[-1]
+            pieces.append(sizes)
         return list(itertools.zip_longest(*pieces, fillvalue=0))
 
     def _judge(self, groups: list[torch.Tensor]) -> Outcome:
