@@ -7,11 +7,20 @@ import torch
 from rollspan.kernels.attention_batch import AttentionBackend, AttentionBatch
 from rollspan.kernels.attention_native import NativeAttention
 from rollspan.kernels.attention_torch import TorchAttention
+from rollspan.kernels.attention_varlen import VarlenAttention
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionBatch", "NativeAttention", "TorchAttention", "select"]
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionBatch",
+    "NativeAttention",
+    "TorchAttention",
+    "VarlenAttention",
+    "select",
+]
 
 #: By preference; the last supports everything.
-BACKENDS: tuple[AttentionBackend, ...] = (NativeAttention(), TorchAttention())
+BACKENDS: tuple[AttentionBackend, ...] = (NativeAttention(), VarlenAttention(), TorchAttention())
 
 
 def select(
