@@ -104,7 +104,7 @@ pub unsafe fn score_rows(job: &Job) {
     let isa = Isa::active();
     // SAFETY: the caller's promise.
     unsafe {
-        job.share(|item, scratch| {
+        job.share(|mut item, scratch| {
             let reported = Logits::new(item.row.reported, item.row.reported_kind, job.vocabulary);
             let Scratch { maxima, masses, workspace } = scratch;
             let row = scan::survey(isa, reported, maxima);
@@ -113,7 +113,7 @@ pub unsafe fn score_rows(job: &Job) {
             if let (Some(row), Some(token)) = (row, token) {
                 let from = Distribution::new(row, 1.0);
                 let total = mass::masses(isa, from, masses);
-                report(isa, from, total, token, item, workspace);
+                report(isa, from, total, token, &mut item, workspace);
             }
         });
     }
@@ -126,7 +126,7 @@ struct Scratch {
     workspace: Workspace,
 }
 
-fn sample(isa: Isa, item: Item<'_>, scores: Logits, raw: Option<Logits>, scratch: &mut Scratch) {
+fn sample(isa: Isa, mut item: Item<'_>, scores: Logits, raw: Option<Logits>, scratch: &mut Scratch) {
     let Scratch { maxima, masses, workspace } = scratch;
     *item.outcome = Outcome::default();
     let greedy = item.row.temperature <= 0.0;
@@ -163,7 +163,7 @@ fn sample(isa: Isa, item: Item<'_>, scores: Logits, raw: Option<Logits>, scratch
         from = Distribution::new(row, 1.0);
     }
     let total = total.unwrap_or_else(|| mass::masses(isa, from, masses));
-    report(isa, from, total, token, item, workspace);
+    report(isa, from, total, token, &mut item, workspace);
 }
 
 /// Truncates `from`, draws from what is left, and tells its mass.
@@ -188,7 +188,7 @@ fn draw(
     (mass::find(isa, *from, masses, target), total)
 }
 
-fn report(isa: Isa, from: Distribution<'_>, total: u64, token: usize, item: Item<'_>, workspace: &mut Workspace) {
+fn report(isa: Isa, from: Distribution<'_>, total: u64, token: usize, item: &mut Item<'_>, workspace: &mut Workspace) {
     let logit = from.row.logits.at(token);
     item.outcome.rank = scan::greater(isa, from.row, logit).cast_signed() + 1;
     #[expect(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "token ids fit 31 bits")]
