@@ -32,6 +32,8 @@ def main() -> None:
             if trouble == "litters":
                 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
                 reply["facts"]["child"] = child.pid
+        elif request["op"] == "collect":
+            reply = {}
         else:
             asked += 1
             if trouble == "dies" and asked == 3:

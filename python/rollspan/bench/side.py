@@ -108,6 +108,8 @@ class Side:
             SideError: the engine failed or died.
         """
         self.wake()
+        self._send({"op": "collect"})
+        self._receive()
         before = self._cpu_seconds()
         self._send(request)
         answer = self._receive()

@@ -9,6 +9,8 @@ One JSON object a line on stdin, one on stdout for each; what the engine prints 
 - ``{"op": "trace", ...the same...}`` -> ``{"seconds": S, "times": [[SECONDS, ...], ...]}``: when each token arrived,
   from the start of the batch.
 
+- ``{"op": "collect"}`` -> ``{}``: collects garbage, so that no batch pays for what came before it.
+
 A failure answers ``{"error": TEXT}``. The end of stdin ends the process.
 
 NAME.py has a class ``Engine``: ``Engine(load)`` takes the load object; its ``facts`` is a mapping of strings;
@@ -51,7 +53,6 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         ValueError: the engine returned other numbers of tokens than it was asked for.
     """
     wanted = [request["output_tokens"]] * len(request["prompts"])
-    gc.collect()
     started = time.perf_counter()
     if request["op"] == "generate":
         result = engine.generate(request)
@@ -89,6 +90,9 @@ def main() -> None:
                 engine = engine_class(sys.argv[1])(request)
                 facts = {"python": sys.version.split()[0], **engine.facts}
                 reply = {"facts": facts, "seconds": time.perf_counter() - started}
+            elif request["op"] == "collect":
+                gc.collect()
+                reply = {}
             else:
                 reply = answer(engine, request)
         except Exception as error:  # noqa: BLE001 (an engine may raise anything; the benchmark says what)
