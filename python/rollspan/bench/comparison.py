@@ -16,6 +16,7 @@ from typing import Any
 
 from rollspan.bench.alternating import Batch, Cell, geometric_mean, run_cells, steps
 from rollspan.bench.progress import Progress
+from rollspan.bench.serve import positive
 from rollspan.bench.side import OURS, PEERS, Program, Side, SideError, thread_environment
 from rollspan.config import EngineConfig
 from rollspan.flags import Parser, add_engine_flags, engine_config
@@ -35,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=argparse.SUPPRESS, help="the same as MODEL")
     group = parser.add_argument_group("measurement")
     group.add_argument(
-        "--batch", metavar="B", type=_positive, nargs="+", default=[1, 8, 32], help="prompts at once (default: 1 8 32)"
+        "--batch", metavar="B", type=positive, nargs="+", default=[1, 8, 32], help="prompts at once (default: 1 8 32)"
     )
-    group.add_argument("--input-tokens", metavar="N", type=_positive, default=64, help="(default: %(default)s)")
-    group.add_argument("--output-tokens", metavar="N", type=_positive, default=128, help="(default: %(default)s)")
+    group.add_argument("--input-tokens", metavar="N", type=positive, default=64, help="(default: %(default)s)")
+    group.add_argument("--output-tokens", metavar="N", type=positive, default=128, help="(default: %(default)s)")
     group.add_argument(
         "--logprobs",
         metavar="N",
@@ -48,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="none, or how many log-probs beside each token's own; several are compared (default: none)",
     )
     group.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
-    group.add_argument("--rounds", metavar="N", type=_positive, default=3, help="of each cell (default: %(default)s)")
+    group.add_argument("--rounds", metavar="N", type=positive, default=3, help="of each cell (default: %(default)s)")
     group.add_argument("--seed", metavar="N", type=int, default=0, help="of the prompts (default: 0)")
     group.add_argument(
         "--threads",
         "--num-threads",
         dest="num_threads",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=1,
         help="compute threads of every engine (default: 1)",
     )
@@ -258,13 +259,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _logprobs(text: str) -> int | None:

@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument(
-        "--num-requests", metavar="N", type=_positive, help="requests a run (default: 4 for each one at once)"
+        "--num-requests", metavar="N", type=positive, help="requests a run (default: 4 for each one at once)"
     )
     extent.add_argument("--duration", metavar="S", type=_seconds, help="start no new request after so many seconds")
-    parser.add_argument("--prompt-tokens", metavar="N", type=_positive, default=32, help="(default: %(default)s)")
-    parser.add_argument("--output-tokens", metavar="N", type=_positive, default=128, help="(default: %(default)s)")
+    parser.add_argument("--prompt-tokens", metavar="N", type=positive, default=32, help="(default: %(default)s)")
+    parser.add_argument("--output-tokens", metavar="N", type=positive, default=128, help="(default: %(default)s)")
     parser.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="streamed or collected (default: stream)"
     )
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocabulary-size",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=16,
         help="prompts are random ids below this (default: 16, which every model has)",
     )
@@ -145,7 +145,8 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     return {name: value for name, value in vars(args).items() if name not in left_out}
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's value that must be an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -153,7 +154,7 @@ def _positive(text: str) -> int:
 
 
 def _positive_list(text: str) -> Sequence[int]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def _seconds(text: str) -> float:
