@@ -37,6 +37,10 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(2048, "most tokens in one step; longer prompts are computed in pieces")
     block_size: int = _option(16, "tokens per KV block")
     enable_prefix_caching: bool = _option(True, "requests share the KV blocks of equal prefixes, within one commit")
+    async_scheduling: bool | None = _option(
+        None, "launch a step before the tokens of the one before are read (default: on CUDA devices)"
+    )
+    cuda_graphs: bool = _option(True, "on CUDA devices, launch decode steps as graphs that are recorded once")
     kv_cache_memory: int | None = _option(None, "bytes for the KV cache (default: a share of the free memory)")
     max_logprobs: int = _option(20, "largest logprobs value that a request may ask for")
     logprobs_mode: str = _option(
@@ -72,8 +76,9 @@ class EngineConfig:
             ("engine_index", 0),
         ):
             self._check(name, is_int(getattr(self, name), low, 2**63 - 1), f"an integer of at least {low}")
-        for name in ("enable_prefix_caching", "batch_invariant", "enable_return_routed_experts"):
+        for name in ("enable_prefix_caching", "cuda_graphs", "batch_invariant", "enable_return_routed_experts"):
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        self._check("async_scheduling", self.async_scheduling in (None, True, False), "true or false")
         for name in ("max_model_len", "kv_cache_memory", "num_threads"):
             value = getattr(self, name)
             least = 2 if name == "max_model_len" else 1

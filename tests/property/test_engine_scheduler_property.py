@@ -133,9 +133,9 @@ class Traffic(RuleBasedStateMachine):
             self.compute(entry)
         for entry in scheduled:
             entry.request.num_computed_tokens += entry.num_tokens
-            self.scheduler.register(entry.request)
+            self.scheduler.register(entry.request, entry.request.num_computed_tokens)
             if entry.samples:
-                entry.request.append(entry.request.num_tokens)
+                entry.request.settle(entry.request.reserve(), entry.request.num_tokens - 1)
             if entry.request.finish_reason is not None:
                 self.scheduler.finish(entry.request)
                 self.finished[entry.request.request_id] = self.open.pop(entry.request.request_id)

@@ -46,6 +46,8 @@ class Control:
 
     def call(self, client_index: int, call: m.UtilityCall) -> None:
         """Runs a method of PROTOCOL.md's table; its answer goes to the core's outbox."""
+        if not call.method.startswith(("get_", "is_")):
+            self._core.drain()
         if call.method == "pause_generation":
             self._pause(client_index, call)
         elif call.method not in self._methods:

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ import torch
 import rollspan
 from rollspan.config import EngineConfig
 from rollspan.engine.control import Control
-from rollspan.engine.input_batch import StepLogits
+from rollspan.engine.input_batch import PendingTokens, StepLogits
 from rollspan.engine.invariance import prepare
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.loader import load_model, select_device
-from rollspan.engine.request import Request, Stamp
+from rollspan.engine.request import Request, RequestStatus, Stamp
 from rollspan.engine.runner import place
 from rollspan.engine.sampler import Sampler, Samples
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
+from rollspan.engine.text import TextRules
 from rollspan.engine.weights import WeightManager
 from rollspan.errors import RollspanError, shown, wrong_value
 from rollspan.protocol import messages as m
@@ -34,6 +36,31 @@ Addressed = tuple[int, m.EngineCoreOutputs]
 
 #: Seconds between two reports of the scheduler's state while requests run.
 STATS_INTERVAL = 0.2
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose tokens are being sampled, or have been.
+
+    Attributes:
+        scheduled: what runs in it.
+        logits: of the rows that are sampled and scored.
+        samples: one for each request of ``logits.sampled``.
+        places: where their tokens go, in the ``token_ids`` of each.
+        stamp: label and commit of the weights that it was launched with; no later change of them renames it.
+    """
+
+    scheduled: list[ScheduledRequest]
+    logits: StepLogits
+    samples: Samples
+    places: list[int]
+    stamp: Stamp
+
+    @property
+    def tokens(self) -> PendingTokens:
+        """What the next step may need of this one before it is collected."""
+        ids = torch.tensor(self.samples.token_ids, dtype=torch.int64, device=self.logits.logits.device)
+        return PendingTokens(self.logits.sampled, ids)
 
 
 class EngineCore:
@@ -68,6 +95,9 @@ class EngineCore:
         self._outbox: list[Addressed] = []
         self._clients = {0}
         self._last_stats = 0.0
+        self._text = TextRules(config.model_directory(), self._placement.vocab_size, self._model_facts.eos_token_ids)
+        self._asynchronous = config.async_scheduling if config.async_scheduling is not None else device.type == "cuda"
+        self._in_flight: Launched | None = None
         self._control = Control(self)
 
     def hello(self) -> m.EngineHello:
@@ -95,7 +125,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True when :meth:`step` has something to run or to deliver."""
-        return bool(self._outbox) or self._control.drained or self.scheduler.has_work()
+        if self._outbox or self._in_flight is not None:
+            return True
+        return self._control.drained or self.scheduler.has_work()
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells: the runner, the model and the configuration."""
@@ -112,6 +144,9 @@ class EngineCore:
         """Admits a request under the weights now in force, or answers with a terminal error output."""
         try:
             self._validate(message)
+            structure = None
+            if message.sampling_params.structured_outputs is not None:
+                structure = self._text.structure(message.sampling_params.structured_outputs)
         except RollspanError as error:
             self.refuse_request(message.client_index, message.request_id, error)
             return
@@ -122,6 +157,7 @@ class EngineCore:
             arrival=self._arrivals,
             seed=self._seed(message.sampling_params.seed),
         )
+        request.structure = structure
         self.scheduler.add(request)
 
     def _seed(self, wanted: int | None) -> int:
@@ -155,8 +191,17 @@ class EngineCore:
         params = message.sampling_params
         if params.n != 1:
             raise wrong_value("sampling_params.n", "1: n outputs are n requests to an engine", params.n)
+        if params.routed_experts and self._placement.routing is None:
+            raise RollspanError(
+                "sampling_params.routed_experts needs an engine that was started with --enable-return-routed-experts",
+                reason="unsupported_field",
+                param="sampling_params.routed_experts",
+            )
         params.check_model(vocab_size=vocabulary, max_logprobs=self.config.max_logprobs)
-        message.sampling_params = params.clamp(longest - len(ids))
+        message.sampling_params = params = params.clamp(longest - len(ids))
+        if params.bad_words:
+            words = (*params.bad_words_token_ids, *self._text.bad_word_ids(params.bad_words))
+            message.sampling_params = dataclasses.replace(params, bad_words=(), bad_words_token_ids=words)
 
     def refuse_request(self, client_index: int, request_id: str, error: RollspanError) -> None:
         """Answers a request that cannot be admitted with a terminal error output."""
@@ -205,23 +250,83 @@ class EngineCore:
 
     def step(self) -> list[Addressed]:
         """Runs one step and returns the messages that it and everything since the last one produced."""
-        scheduled = self.scheduler.schedule()
-        if scheduled:
-            stamp = self.weights.stamp
-            try:
-                logits = self._runner.run(scheduled)
-                samples = self._sampler.sample(logits.logits[: len(logits.sampled)], logits.sampled)
-                self._score_prompts(logits)
-            except Exception as error:  # noqa: BLE001 (model code may raise anything; only this step pays)
-                self._fail_step(scheduled, error)
-            else:
-                self._commit_step(scheduled, logits.sampled, samples, stamp)
+        launched = self._launch()
+        if self._asynchronous:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            self._collect(launched)
         self._after_step()
         outbox, self._outbox = self._outbox, []
         return outbox
 
+    def drain(self) -> None:
+        """Collects the step that is in flight, so that what follows sees every token."""
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            self._collect(launched)
+
+    def _launch(self) -> Launched | None:
+        """Runs the next step as far as its tokens are sampled; with the stamp of the weights in force right now."""
+        if self._in_flight is not None and any(request.reads_output for request in self.scheduler.running):
+            self.drain()
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return None
+        try:
+            logits = self._runner.run(scheduled, None if self._in_flight is None else self._in_flight.tokens)
+            rows = logits.logits[: len(logits.sampled)]
+            samples = self._sampler.sample(rows, logits.sampled, self._text.mask(logits.sampled))
+        except Exception as error:  # noqa: BLE001 (model code may raise anything; only this step pays)
+            self.drain()
+            self._fail_step(scheduled, error)
+            return None
+        for entry in scheduled:
+            entry.request.num_computed_tokens += entry.num_tokens
+            entry.stop = entry.request.num_computed_tokens
+        places = [request.reserve() for request in logits.sampled]
+        return Launched(scheduled, logits, samples, places, self.weights.stamp)
+
+    def _collect(self, step: Launched) -> None:
+        """Files what a step has computed and tells the frontends; who has ended since it was launched is left out."""
+        for entry in step.scheduled:
+            request = entry.request
+            filled = entry.stop - request.num_registered_tokens >= self.config.block_size
+            if filled and request.status is RequestStatus.RUNNING:  # it may have lost its blocks since
+                self.scheduler.register(request, entry.stop)
+        self._score_prompts(step.logits)
+        batches: dict[int, list[m.EngineCoreOutput]] = {}
+        samples = step.samples
+        for request, index, token, valid, logprobs in zip(
+            step.logits.sampled, step.places, samples.token_ids, samples.valid, samples.logprobs, strict=True
+        ):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if valid:
+                request.settle(index, token)
+                output = m.EngineCoreOutput(request.request_id, [token], logprobs)
+                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+            else:
+                failure = m.EngineError("nan_logits", f"the model's logits are not finite (weights {step.stamp[0]!r})")
+                output = m.EngineCoreOutput(request.request_id, [], finish_reason=m.FinishReason.ERROR, error=failure)
+            if not request.announced:
+                request.announced = True
+                output.admission = request.admission
+                output.prefill_stats = prefill_stats(request)
+                output.new_prompt_logprobs = request.take_prompt_logprobs()
+            if output.finish_reason is not None:
+                output.admission = request.admission
+                if request.params.routed_experts and self._placement.routing is not None:
+                    # The token sampled last has not been run.
+                    output.routed_experts = self._placement.routing.gather(
+                        request.block_ids, request.params.routed_experts_prompt_start, index
+                    )
+                self.scheduler.finish(request)
+            batches.setdefault(request.client_index, []).append(output)
+        for client_index, outputs in batches.items():
+            self.send(client_index, step.stamp, outputs=outputs)
+
     def _score_prompts(self, logits: StepLogits) -> None:
-        """Files the log-probs of the prompt tokens that this step's rows predict."""
+        """Files the log-probs of the prompt tokens that a step's rows predict."""
         row = len(logits.sampled)
         for request, start, stop in logits.scored:
             count = request.params.prompt_logprobs
@@ -231,42 +336,13 @@ class EngineCore:
                 request.prompt_logprobs.append(scores)
                 request.num_scored_tokens = stop
 
-    def _commit_step(
-        self, scheduled: list[ScheduledRequest], sampled: list[Request], samples: Samples, stamp: Stamp
-    ) -> None:
-        for entry in scheduled:
-            request = entry.request
-            request.num_computed_tokens += entry.num_tokens
-            if request.num_computed_tokens - request.num_registered_tokens >= self.config.block_size:
-                self.scheduler.register(request)
-        batches: dict[int, list[m.EngineCoreOutput]] = {}
-        for request, token, valid, logprobs in zip(
-            sampled, samples.token_ids, samples.valid, samples.logprobs, strict=True
-        ):
-            if valid:
-                request.append(token)
-                output = m.EngineCoreOutput(request.request_id, [token], logprobs)
-                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-            else:
-                failure = m.EngineError("nan_logits", f"the model's logits are not finite (weights {stamp[0]!r})")
-                output = m.EngineCoreOutput(request.request_id, [], finish_reason=m.FinishReason.ERROR, error=failure)
-            if not request.announced:
-                request.announced = True
-                output.admission = request.admission
-                output.prefill_stats = prefill_stats(request)
-                output.new_prompt_logprobs = request.take_prompt_logprobs()
-            if output.finish_reason is not None:
-                output.admission = request.admission
-                self.scheduler.finish(request)
-            batches.setdefault(request.client_index, []).append(output)
-        for client_index, outputs in batches.items():
-            self.send(client_index, stamp, outputs=outputs)
-
     def _fail_step(self, scheduled: list[ScheduledRequest], error: Exception) -> None:
         """Ends the requests of a step that raised; the others' state was not touched by it."""
         logger.exception("a step of %d requests failed", len(scheduled))
         for entry in scheduled:
             request = entry.request
+            if request.status is RequestStatus.FINISHED:
+                continue
             self.scheduler.finish(request)
             failure = m.EngineError("engine_error", f"the step failed: {type(error).__name__}: {error}")
             self._deliver_terminal(request.client_index, request.request_id, failure, request.admission)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollspan.engine.request import Request
+from rollspan.engine.request import PENDING, Request
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.kernels.attention import AttentionBatch
 
@@ -35,6 +35,19 @@ class InputBatch:
     sample_rows: torch.Tensor
     sampled: list[Request]
     scored: list[tuple[Request, int, int]]
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """What a step that has been launched, but not collected, samples.
+
+    Attributes:
+        requests: S of them.
+        token_ids: int64 ``[S]``, on the device.
+    """
+
+    requests: list[Request]
+    token_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -69,17 +82,19 @@ class InputBatchBuilder:
         self._query_start = np.zeros(1, dtype=np.int32)
         self._rows = np.zeros(0, dtype=np.int64)
 
-    def build(self, scheduled: Sequence[ScheduledRequest]) -> InputBatch:
-        """Lays the scheduled tokens out."""
+    def build(self, scheduled: Sequence[ScheduledRequest], pending: PendingTokens | None = None) -> InputBatch:
+        """Lays the scheduled tokens out; those that are still being sampled are taken from ``pending``."""
         requests = [entry.request for entry in scheduled]
-        if all([entry.num_tokens == 1 for entry in scheduled]):
-            # A prompt of one token, or the last piece of one, may have to be scored and need not be sampled from.
-            if all([entry.samples and entry.request.params.prompt_logprobs is None for entry in scheduled]):
-                return self._decode_step(requests)
+        # A prompt of one token, or the last piece of one, may have to be scored and need not be sampled from.
+        if all(
+            entry.num_tokens == 1 and entry.samples and entry.request.params.prompt_logprobs is None
+            for entry in scheduled
+        ):
+            return self._decode_step(requests, pending)
         self._lists = []
-        return self._mixed_step(scheduled, requests)
+        return self._mixed_step(scheduled, requests, pending)
 
-    def _decode_step(self, requests: list[Request]) -> InputBatch:
+    def _decode_step(self, requests: list[Request], pending: PendingTokens | None) -> InputBatch:
         """One token of each request."""
         count = len(requests)
         lists = [request.block_ids for request in requests]
@@ -102,7 +117,7 @@ class InputBatchBuilder:
         slots = self._table[self._rows, positions // self._block_size].astype(np.int64) * self._block_size
         slots += positions % self._block_size
         return InputBatch(
-            input_ids=self._tensor(ids[None]),
+            input_ids=self._input_ids(ids, requests, self._rows, pending),
             positions=self._tensor(positions[None]),
             attention=AttentionBatch(
                 query_start=self._tensor(self._query_start),
@@ -117,7 +132,9 @@ class InputBatchBuilder:
             scored=[],
         )
 
-    def _mixed_step(self, scheduled: Sequence[ScheduledRequest], requests: list[Request]) -> InputBatch:
+    def _mixed_step(
+        self, scheduled: Sequence[ScheduledRequest], requests: list[Request], pending: PendingTokens | None
+    ) -> InputBatch:
         """Any number of tokens of each request."""
         table = self._block_table(requests)
         counts = np.array([entry.num_tokens for entry in scheduled], dtype=np.int64)
@@ -146,7 +163,7 @@ class InputBatchBuilder:
                     prompt_rows += range(row + first - 1 - start, row + last - 1 - start)
                     scored.append((request, first, last))
         return InputBatch(
-            input_ids=self._tensor(np.array([ids], dtype=np.int64)),
+            input_ids=self._input_ids(np.array(ids, dtype=np.int64), requests, owner, pending),
             positions=self._tensor(positions[None]),
             attention=AttentionBatch(
                 query_start=self._tensor(query_start),
@@ -160,6 +177,22 @@ class InputBatchBuilder:
             sampled=sampled,
             scored=scored,
         )
+
+    def _input_ids(
+        self,
+        ids: npt.NDArray[np.int64],
+        requests: list[Request],
+        owner: npt.NDArray[np.int64],
+        pending: PendingTokens | None,
+    ) -> torch.Tensor:
+        """int64 ``[1, T]``; row i belongs to ``requests[owner[i]]``."""
+        input_ids = self._tensor(ids[None])
+        if pending is not None:
+            rows = np.flatnonzero(ids == PENDING)
+            places = {request: place for place, request in enumerate(pending.requests)}
+            sources = np.array([places[requests[owner[row]]] for row in rows], dtype=np.int64)
+            input_ids[0, self._tensor(rows)] = pending.token_ids[self._tensor(sources)]
+        return input_ids
 
     @staticmethod
     def _block_table(requests: list[Request]) -> npt.NDArray[np.int32]:

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from rollspan.config import EngineConfig
 from rollspan.engine import graph
 from rollspan.engine.attention import PagedCache, StepContext
-from rollspan.engine.input_batch import InputBatchBuilder, StepLogits
+from rollspan.engine.cuda_graphs import CudaGraphs, padded_sizes
+from rollspan.engine.input_batch import InputBatchBuilder, PendingTokens, StepLogits
+from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.engine.self_check import SelfCheck
-from rollspan.kernels.invariant import InvariantMode
+from rollspan.kernels.invariant import InvariantMode, overloads
 
 logger = logging.getLogger("rollspan.engine")
 
@@ -29,26 +31,46 @@ class ModelRunner:
 
     Args:
         num_blocks: KV blocks to begin with, the padding block not counted.
+        max_model_len: most tokens of a sequence.
+        routing: records which experts compute each token; its hooks need the model's own forward.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, device: torch.device, *, num_blocks: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        device: torch.device,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        routing: RoutedExperts | None = None,
+    ) -> None:
         self._model = model
         self._device = device
         self._config = config
         self._builder = InputBatchBuilder(config.block_size, device)
-        self._context = StepContext(PagedCache(num_blocks + 1, config.block_size))
+        self._routing = routing
+        self._context = StepContext(PagedCache(0, config.block_size))
         self._captured: graph.CapturedForward | None = None
+        self._graphs: CudaGraphs | None = None
+        if device.type == "cuda" and config.cuda_graphs and routing is None:
+            sizes = padded_sizes(config.max_num_seqs)
+            self._graphs = CudaGraphs(self._eager, self._context, sizes=sizes, max_model_len=max_model_len)
+        self.allocate(num_blocks)
         self._forward: Forward = self._eager
         self._mode = InvariantMode() if config.batch_invariant else contextlib.nullcontext()
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one KV block; known once a step has run."""
-        return self._context.cache.bytes_per_block
+        """Bytes of one KV block and what is kept beside it; known once a step has run."""
+        return self._context.cache.bytes_per_block + (self._routing.bytes_per_block if self._routing else 0)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replaces the KV cache by an empty one of ``num_blocks`` blocks."""
-        self._context.cache = PagedCache(num_blocks + 1, self._config.block_size)
+        """Replaces the KV cache by an empty one of ``num_blocks`` blocks, the padding block not counted."""
+        scratch = 0 if self._graphs is None else 1  # for what the padding rows of graphs write
+        self._context.cache = PagedCache(num_blocks + 1 + scratch, self._config.block_size)
+        if self._routing is not None:
+            self._routing.allocate(num_blocks)
 
     def choose_forward(self, check: SelfCheck) -> str | None:
         """Captures the forward where that gives the right numbers, else calls the model itself.
@@ -56,35 +78,39 @@ class ModelRunner:
         Returns:
             None, or why neither will do, as the end of a sentence about the model.
         """
-        if self._device.type == "cpu":
-            self._captured = graph.capture(
-                self._model, self._context, graph.CaptureOptions(exact=self._config.batch_invariant)
-            )
-        if self._captured is not None:
-            self._forward = self._captured
+        if self._device.type == "cpu" and self._routing is None:
+            exact = self._config.batch_invariant
+            options = graph.CaptureOptions(exact=exact, replacements=overloads(self._model.dtype) if exact else {})
+            self._captured = graph.capture(self._model, self._context, options)
+        faster = self._graphs or self._captured
+        if faster is not None:
+            self._forward = faster
             outcome = check.compare(self.run)
             if outcome.ok:
                 return None
             logger.warning("the captured forward of %s %s: not used", type(self._model).__name__, outcome.fault)
-            self._captured, self._forward = None, self._eager
+            self._graphs, self._captured, self._forward = None, None, self._eager
         return check.compare(self.run).fault
 
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
-        """One forward pass."""
-        batch = self._builder.build(scheduled)
+    def run(self, scheduled: Sequence[ScheduledRequest], pending: PendingTokens | None = None) -> StepLogits:
+        """One forward pass; tokens that are still being sampled are taken from ``pending``."""
+        batch = self._builder.build(scheduled, pending)
         self._context.batch = batch.attention
-        with torch.inference_mode(), self._mode:
+        slots = batch.attention.slot_mapping
+        recording = contextlib.nullcontext() if self._routing is None else self._routing.recording(slots)
+        with torch.inference_mode(), recording:
             logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
         return StepLogits(logits, batch.sampled, batch.scored)
 
     def _eager(self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model(
-            input_ids=input_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=rows,
-            rollspan_step=self._context,
-        ).logits[0]
+        with self._mode:
+            logits: torch.Tensor = self._model(
+                input_ids=input_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=rows,
+                rollspan_step=self._context,
+            ).logits[0]
         return logits
 
     def after_commit(self) -> None:
@@ -95,5 +121,7 @@ class ModelRunner:
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells of this runner."""
         backends = sorted({backend.name for backend in self._context.cache.backends.values()})
-        captured = self._captured is not None
-        return {"runner": "captured" if captured else "eager", "attention": ", ".join(backends)}
+        runner = "eager" if self._captured is None else "captured"
+        if self._graphs is not None and not self._graphs.failed:
+            runner = "cuda graphs"
+        return {"runner": runner, "attention": ", ".join(backends)}

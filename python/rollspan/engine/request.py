@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,11 @@ from rollspan.engine.kv_cache import Parent
 from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists
 from rollspan.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from rollspan.engine.text import Structure
+
+#: Stands in token_ids for a token that a launched step is sampling.
+PENDING = -1
 #: (label, commit number) of a set of weights.
 Stamp = tuple[str, int]
 
@@ -39,6 +45,8 @@ class Request:
         num_scored_tokens: leading prompt tokens that have their log-probs.
         admission: stamp of the weights when the request entered the scheduler.
         arrival: order of admission, breaks ties of priority.
+        max_num_tokens: known tokens at which the output has its full length.
+        structure: how far the output has come in the grammar that it must follow, if there is one.
     """
 
     __slots__ = (
@@ -49,6 +57,7 @@ class Request:
         "cache_salt",
         "client_index",
         "finish_reason",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -64,6 +73,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "structure",
         "token_ids",
     )
 
@@ -89,6 +99,8 @@ class Request:
         self.seed = seed
         self.status = RequestStatus.WAITING
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + (self.params.max_tokens or 2**62)
+        self.structure: Structure | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
 
@@ -126,20 +138,39 @@ class Request:
         arrays = ([getattr(piece, name) for piece in pieces] for name in ("token_ids", "logprobs", "sampled_ranks"))
         return LogprobsLists(*map(np.concatenate, arrays))
 
-    def append(self, token_id: int) -> None:
-        """Adds a sampled token and sets ``finish_reason`` when it ends the output.
+    @property
+    def reads_output(self) -> bool:
+        """True when what comes next depends on the output's tokens themselves, not only on their number."""
+        params = self.params
+        return bool(
+            self.structure is not None
+            or params.bad_words_token_ids
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1
+        )
 
-        EOS ends it with no stop reason, a stop token with its id as the reason; either is part of the output.
+    def reserve(self) -> int:
+        """Makes room for the token that a launched step samples, :data:`PENDING` until then; returns its index."""
+        self.token_ids.append(PENDING)
+        return len(self.token_ids) - 1
+
+    def settle(self, index: int, token_id: int) -> None:
+        """Puts a sampled token into its place and sets ``finish_reason`` when it ends the output.
+
+        EOS ends it with no stop reason, a stop token with its id as the reason; either is part of the output. Room
+        that was made for later tokens is given up then.
         """
-        self.token_ids.append(token_id)
-        if self.num_output_tokens >= self.params.min_tokens:
-            if token_id == self.params.eos_token_id:
-                self.finish_reason = FinishReason.STOP
-                return
-            if token_id in self.stop_token_ids:
-                self.finish_reason = FinishReason.STOP
-                self.stop_reason = token_id
-                return
-        limit = self.params.max_tokens
-        if limit is not None and self.num_output_tokens >= limit:
+        self.token_ids[index] = token_id
+        length = index + 1 - self.num_prompt_tokens
+        if length >= self.params.min_tokens and token_id == self.params.eos_token_id:
+            self.finish_reason = FinishReason.STOP
+        elif length >= self.params.min_tokens and token_id in self.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = token_id
+        elif self.structure is not None and self.structure.advance(self):
+            self.finish_reason = FinishReason.STOP
+        elif index + 1 >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            del self.token_ids[index + 1 :]

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from rollspan.config import EngineConfig
 from rollspan.engine.compat import CompatRunner
-from rollspan.engine.input_batch import StepLogits
+from rollspan.engine.input_batch import PendingTokens, StepLogits
 from rollspan.engine.invariance import Numerics, examine
 from rollspan.engine.loader import compat_reason
 from rollspan.engine.model_runner import ModelRunner
+from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.engine.self_check import SelfCheck
 from rollspan.errors import RollspanError
@@ -33,8 +34,8 @@ SCORED_BYTES = 1 << 26
 class Runner(Protocol):
     """What computes the steps of a model."""
 
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
-        """One forward pass over what the scheduler picked."""
+    def run(self, scheduled: Sequence[ScheduledRequest], pending: PendingTokens | None = None) -> StepLogits:
+        """One forward pass over what the scheduler picked; ``pending`` has the tokens that are still being sampled."""
 
     def after_commit(self) -> None:
         """Other weights are in force: what was derived from the old ones is made anew."""
@@ -54,6 +55,7 @@ class Placement:
         vocab_size: columns of the logits.
         numerics: what is known of the numbers.
         shares_blocks: False where KV blocks are mere accounts, which cannot be shared.
+        routing: which experts computed each token, where that is kept.
     """
 
     runner: Runner
@@ -63,6 +65,7 @@ class Placement:
     vocab_size: int
     numerics: Numerics
     shares_blocks: bool
+    routing: RoutedExperts | None
 
 
 def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> Placement:
@@ -73,21 +76,38 @@ def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) ->
     """
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     max_model_len = _max_model_len(model, config)
-    runner: ModelRunner | CompatRunner
+    routing = RoutedExperts(model, config.block_size) if config.enable_return_routed_experts else None
     reason = compat_reason(model)
+    paged: ModelRunner | None = None
     if reason is None:
         check = SelfCheck(model, vocab_size=vocab_size, block_size=config.block_size, device=device)
-        runner = ModelRunner(model, config, device, num_blocks=check.num_blocks)
-        reason = runner.choose_forward(check)
-    if reason is None:
-        num_blocks = _num_blocks(runner.bytes_per_block, config, max_model_len, device)
-        numerics = examine(model, runner, config, vocab_size)
-        runner.allocate(num_blocks)
+        paged = ModelRunner(
+            model, config, device, num_blocks=check.num_blocks, max_model_len=max_model_len, routing=routing
+        )
+        reason = paged.choose_forward(check)
+    runner: Runner
+    if paged is not None and reason is None:
+        runner = paged
+        num_blocks = _num_blocks(paged.bytes_per_block, config, max_model_len, device)
+        numerics = examine(model, paged, config, vocab_size)
+        paged.allocate(num_blocks)
     else:
         numerics = examine(model, None, config, vocab_size)
-        runner = CompatRunner(model, vocab_size=vocab_size, block_size=config.block_size, device=device, reason=reason)
-        block_bytes = config.block_size * runner.bytes_per_token + runner.bytes_per_sequence
-        num_blocks = _num_blocks(max(block_bytes, 1), config, max_model_len, device)
+        runner = compat = CompatRunner(
+            model,
+            vocab_size=vocab_size,
+            block_size=config.block_size,
+            device=device,
+            reason=reason or "",
+            routing=routing,
+        )
+        block_bytes = config.block_size * compat.bytes_per_token + (routing.bytes_per_block if routing else 0)
+        states = compat.bytes_per_sequence * config.max_num_seqs
+        num_blocks = _num_blocks(max(block_bytes, 1), config, max_model_len, device, states=states)
+        if routing is not None:
+            routing.allocate(num_blocks)
+    if routing is not None:
+        routing.verify()
     return Placement(
         runner,
         num_blocks=num_blocks,
@@ -96,20 +116,24 @@ def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) ->
         vocab_size=vocab_size,
         numerics=numerics,
         shares_blocks=reason is None,
+        routing=routing,
     )
 
 
-def _num_blocks(block_bytes: int, config: EngineConfig, max_model_len: int, device: torch.device) -> int:
+def _num_blocks(
+    block_bytes: int, config: EngineConfig, max_model_len: int, device: torch.device, *, states: int = 0
+) -> int:
+    """Blocks that the memory holds beside ``states``, the bytes that sequences take whatever their length."""
     longest = -(-max_model_len // config.block_size)
     memory = config.kv_cache_memory
     if memory is None:
         memory = int(_free_memory(device) * MEMORY_SHARE[device.type])
-    blocks = min(memory // block_bytes - 1, longest * config.max_num_seqs)
+    blocks = min((memory - states) // block_bytes - 1, longest * config.max_num_seqs)
     if blocks < longest:
         raise RollspanError(
             f"the KV cache of {memory} bytes holds {max(blocks, 0) * config.block_size} tokens, one request of "
             f"max_model_len {max_model_len} needs {longest * config.block_size}: give more with "
-            "--kv-cache-memory or lower --max-model-len",
+            f"--kv-cache-memory or lower --max-model-len{' or --max-num-seqs' if states else ''}",
             reason="invalid_request",
             param="kv_cache_memory",
         )

@@ -24,17 +24,19 @@ class PauseState(Enum):
 class ScheduledRequest:
     """``num_tokens`` of the pending tokens of ``request`` run in this step.
 
-    ``samples``: the step reaches the last known token, so that the next one can be sampled.
+    ``samples``: the step reaches the last known token, so that the next one can be sampled. ``stop``, set at launch:
+    how many leading tokens of the request are computed once the step is done.
     """
 
     request: Request
     num_tokens: int
     samples: bool
+    stop: int = 0
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Since the last report: prompts looked up, their tokens, and how many of them were found; and of preempted ones."""
+    """Since the last report: prompts looked up, their tokens, how many of these were found; and of preempted ones."""
 
     requests: int = 0
     queries: int = 0
@@ -121,7 +123,12 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         block_size = self.pool.block_size
         preempted = False
-        queue = [request for request in self.running if len(request.token_ids) - request.num_computed_tokens == 1]
+        queue = [
+            request
+            for request in self.running
+            if len(request.token_ids) - request.num_computed_tokens == 1
+            and len(request.token_ids) < request.max_num_tokens  # else its last token is being sampled right now
+        ]
         if len(queue) < len(self.running):
             queue += [request for request in self.running if len(request.token_ids) - request.num_computed_tokens > 1]
         for request in queue:
@@ -156,7 +163,8 @@ class Scheduler:
             request = entry[1]
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 continue  # finished while it waited
-            if self.pause_state is PauseState.PAUSED_NEW and request.status is RequestStatus.WAITING:
+            new = request.status is RequestStatus.WAITING
+            if (new and self.pause_state is PauseState.PAUSED_NEW) or len(request.token_ids) >= request.max_num_tokens:
                 skipped.append(entry)
                 continue
             found = self._look_up(request)
@@ -191,10 +199,9 @@ class Scheduler:
             return []
         full = (len(request.token_ids) - 1) // self.pool.block_size
         blocks, request.parent = self.pool.match(request.parent, request.token_ids, full)
-        if len(blocks) < full and self._computing:
-            if self.pool.key(request.parent, request.token_ids, len(blocks)) in self._computing:
-                return None
-        return blocks
+        if len(blocks) == full or not self._computing:
+            return blocks
+        return None if self.pool.key(request.parent, request.token_ids, len(blocks)) in self._computing else blocks
 
     def _count_hits(self, request: Request, cached: int) -> None:
         stats = self.prefix_stats
@@ -209,26 +216,29 @@ class Scheduler:
             stats.preempted_hits += cached
 
     def _announce(self, request: Request) -> None:
-        """Notes the full block that a running request computes next, for others that need the same one."""
+        """Notes the full block of its prompt that a request computes next, for others that need the same one."""
         start = request.num_registered_tokens
-        if request.parent is not None and start + self.pool.block_size <= len(request.token_ids):
+        if request.parent is not None and start + self.pool.block_size <= request.num_prompt_tokens:
             key = self.pool.key(request.parent, request.token_ids, start // self.pool.block_size)
             self._computing.setdefault(key, request)
 
     def _withdraw(self, request: Request) -> None:
         start = request.num_registered_tokens
-        if request.parent is not None and start + self.pool.block_size <= len(request.token_ids):
+        if request.parent is not None and start + self.pool.block_size <= request.num_prompt_tokens:
             key = self.pool.key(request.parent, request.token_ids, start // self.pool.block_size)
             if self._computing.get(key) is request:
                 del self._computing[key]
 
-    def register(self, request: Request) -> None:
-        """Offers the blocks that a running request has filled to later ones. Call it when their step has succeeded."""
+    def register(self, request: Request, num_computed_tokens: int) -> None:
+        """Offers the blocks that a running request's first ``num_computed_tokens`` tokens fill to later ones.
+
+        Call it when the step that computed them has succeeded.
+        """
         if request.parent is None:
             return
         self._withdraw(request)
         size = self.pool.block_size
-        while request.num_registered_tokens + size <= request.num_computed_tokens:
+        while request.num_registered_tokens + size <= num_computed_tokens:
             index = request.num_registered_tokens // size
             key = self.pool.key(request.parent, request.token_ids, index)
             request.parent = self.pool.register(request.block_ids[index], key)

@@ -160,11 +160,12 @@ class Engine:
         def fail(*_: object) -> None:
             raise RuntimeError(text)
 
-        handle = self.core._runner._model.register_forward_pre_hook(fail)
+        runner = self.core._runner
+        forward, runner._forward = runner._forward, fail
         try:
             yield
         finally:
-            handle.remove()
+            runner._forward = forward
 
     def generate(self, prompts: list[tuple[int, ...]], **params: Any) -> list[Result]:
         """Runs prompts together to their end."""

@@ -19,6 +19,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one token a step": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     "with blocks of one token": {"block_size": 1, "num_blocks": 600},
     "preempted": CROWDED,
+    "asynchronous": {"async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "asynchronous and preempted": {**CROWDED, "async_scheduling": True},
     "preempted and in chunks": {**CROWDED, "max_num_batched_tokens": 7, "max_num_seqs": 5},
 }
 

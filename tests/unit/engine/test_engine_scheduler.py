@@ -34,9 +34,9 @@ def step(target: Scheduler) -> dict[str, int]:
     scheduled = target.schedule()
     for entry in scheduled:
         entry.request.num_computed_tokens += entry.num_tokens
-        target.register(entry.request)
+        target.register(entry.request, entry.request.num_computed_tokens)
         if entry.samples:
-            entry.request.append(7)
+            entry.request.settle(entry.request.reserve(), 7)
     target.check()
     return {entry.request.request_id: entry.num_tokens for entry in scheduled}
 
