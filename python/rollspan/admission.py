@@ -149,11 +149,14 @@ def admit(
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of output sequence ``index``: one sequence, and a seed of its own when the request is seeded."""
+    """Parameters of output sequence ``index``: one sequence, and a seed of its own when the request is seeded.
+
+    The log-probs of the prompt are the same for all: the first one asks for them.
+    """
     if params.n == 1:
         return params
     seed = None if params.seed is None else (params.seed + index) % (MAX_INT64 + 1)
-    return dataclasses.replace(params, n=1, seed=seed)
+    return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)
 
 
 def _token_list(prompt: Any) -> Any:

@@ -33,6 +33,8 @@ VALUES: list[Any] = [
     *("", "x", "mock", "tokens", "objects", "é\u2028", "a\nb", "\x7f", "y" * 300, '"\\', "\U0001f600" * 40),
     *([], [1], [1, 2, 3], [1, "2"], [31, 32], [None], [1.0], [[1]], list(range(31)), ["ab" * 50]),
     *({}, {"b": 1, "a": [True, None]}, {"include_usage": True}, {"k" * 80: 1}),
+    *({"5": 1, "31": -100.0}, {"32": 1}, {"5": 101}, {"json": {"b": 1, "a": ["\u2028"]}}, {"regex": "a", "zz": 1}),
+    *({"json_object": True}, {"choice": ["a", "b"]}, {"regex": "a", "grammar": "b"}, ["a", "b c"], [""]),
 ]
 
 

@@ -25,6 +25,9 @@ FAMILIES = {
     "rollspan:request_success_total": "counter",
     "rollspan:weight_updates_total": "counter",
     "rollspan:requests_spanning_update_total": "counter",
+    "rollspan:num_preemptions_total": "counter",
+    "rollspan:prefix_cache_queries_total": "counter",
+    "rollspan:prefix_cache_hits_total": "counter",
     "rollspan:wire_decode_errors_total": "counter",
     "rollspan:wire_skipped_fields_total": "counter",
     "rollspan:time_to_first_token_seconds": "histogram",
@@ -128,6 +131,18 @@ def test_the_engines_state_is_shown(mocks: MockFactory) -> None:
     assert samples["rollspan:paused"] == 0
     versions = [name for name in samples if name.startswith("rollspan:weight_version_info")]
     assert versions == ['rollspan:weight_version_info{version="next"}']
+
+
+def test_the_prefix_cache_is_counted_by_its_deltas_and_preemptions_by_their_total(mocks: MockFactory) -> None:
+    mock = mocks.start()
+    for commit, queries, hits, preemptions in ((1, 40, 16, 2), (2, 0, 0, 2), (3, 2, 1, 5)):
+        cache = {"reset": False, "requests": 1, "queries": queries, "hits": hits, "preempted_requests": 7}
+        mock.engine.stats("next", commit, prefix_cache_stats=cache, num_preemptions=preemptions)
+    wait_until(lambda: mock.frontend.metrics()["rollspan:weight_commit"] == 3, "the last stats")
+    samples = mock.frontend.metrics()
+    assert samples["rollspan:prefix_cache_queries_total"] == 42
+    assert samples["rollspan:prefix_cache_hits_total"] == 17
+    assert samples["rollspan:num_preemptions_total"] == 5
 
 
 def test_elements_that_nobody_knows_are_skipped_and_counted(mocks: MockFactory, pool: ThreadPoolExecutor) -> None:

@@ -42,6 +42,8 @@ class Script:
         self.options = {name: numbers.random() < 0.5 for name in ("include_usage", "include_weight_versions")}
         self.options["continuous_usage_stats"] = numbers.random() < 0.5
         self.return_token_ids = numbers.random() < 0.5
+        self.prompt_top = numbers.choice([None, None, 0, 1])
+        self.experts = numbers.choice(["|u1", "<i2", "<i4"])
         # Whether a failure finds a stream begun depends on who is faster; collected answers fail either way.
         self.fails = not self.stream and numbers.random() < 0.2
         self.batches: list[Batch] = []
@@ -78,6 +80,8 @@ class Script:
     @property
     def body(self) -> dict[str, Any]:
         params = {"n": self.n, "max_tokens": 60, **({} if self.top is None else {"logprobs": self.top})}
+        if self.prompt_top is not None:
+            params["prompt_logprobs"] = self.prompt_top
         return {
             "sampling_params": params,
             "stream": self.stream,
@@ -98,6 +102,8 @@ class Script:
             return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=output["error"])
         first = index not in seen
         seen.add(index)
+        prompt = [[(2, -0.5), (3, -0.25)], [(3, float("-inf")), (3, float("-inf"))]]
+        experts = np.arange(4 * len(output["tokens"])).reshape(-1, 2, 2).astype(self.experts)
         return EngineCoreOutput(
             request_id,
             output["tokens"],
@@ -105,7 +111,9 @@ class Script:
             finish_reason=output["finish"],
             stop_reason=output["stop"],
             admission=(f"admitted-{index % 2}", index % 2) if first or output["finish"] is not None else None,
-            prefill_stats={"num_cached_tokens": 2} if first else None,
+            prefill_stats={"num_cached_tokens": 2 + index} if first else None,
+            new_prompt_logprobs=lists(prompt) if first and index == 0 else None,
+            routed_experts=None if output["finish"] is None else experts,
         )
 
 
@@ -135,13 +143,15 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
 def merged(chunks: list[dict[str, Any]]) -> Any:
     """A stream as one object: chunks may be cut differently, so the pieces of each choice are joined."""
     choices: dict[int, dict[str, Any]] = {}
-    ends, rest = [], []
+    ends, rest, prompts = [], [], []
     for number, chunk in enumerate(chunks):
         assert ("prompt_token_ids" in chunk) <= (number == 0)
         if not chunk.get("choices"):
             rest.append(without_names(chunk))
             continue
         (piece,) = chunk["choices"]
+        if "prompt_logprobs" in chunk:
+            prompts.append((piece["index"], piece["token_ids"][:1], chunk["prompt_logprobs"]))
         whole = choices.setdefault(piece["index"], {"token_ids": [], "logprobs": [], "chunk_spans": []})
         assert whole.get("finish_reason") is None, "a chunk after the last one of its choice"
         whole["token_ids"] += piece["token_ids"]
@@ -151,9 +161,10 @@ def merged(chunks: list[dict[str, Any]]) -> Any:
             whole["chunk_spans"] += piece.get("weight_versions") or []
         else:
             whole.update({key: piece[key] for key in ("stop_reason", "weight_versions", "weight_commits")})
+            whole["routed_experts"] = piece.get("routed_experts")
             ends.append((piece["index"], {key: chunk[key] for key in ("model", "engine_index")}))
     first = chunks[0].get("prompt_token_ids")
-    return choices, sorted(ends, key=lambda end: end[0]), rest, first
+    return choices, sorted(ends, key=lambda end: end[0]), rest, first, prompts
 
 
 @pytest.mark.parametrize("group", range(4))

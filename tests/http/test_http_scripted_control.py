@@ -66,6 +66,76 @@ def test_pause_names_the_value_it_does_not_know(mock: Mocked, query: str, body: 
     error_of(mock.frontend.post(f"/pause{query}", body), 400, "invalid_request", param)
 
 
+@pytest.mark.parametrize(
+    ("query", "body", "running"),
+    [
+        ("", None, False),
+        ("?reset_running_requests=true", None, True),
+        ("?reset_running_requests=0&reset_external=1", {"reset_running_requests": True}, False),
+        ("", {"reset_running_requests": True, "reset_external": False}, True),
+    ],
+)
+def test_the_prefix_cache_is_reset_with_or_without_what_runs(
+    mock: Mocked, pool: ThreadPoolExecutor, query: str, body: Any, running: bool
+) -> None:
+    answer = pool.submit(mock.frontend.post, f"/reset_prefix_cache{query}", body)
+    call = mock.engine.next_call("reset_prefix_cache")
+    assert call.args == [running]
+    mock.engine.reply(call, True)
+    assert answer.result().json() == {"success": True}
+    assert "x-ignored-fields" not in answer.result().headers
+
+
+def test_a_reset_names_the_flag_it_does_not_understand(mock: Mocked) -> None:
+    for query, body, param in (
+        ("?reset_external=maybe", None, "reset_external"),
+        ("", {"reset_running_requests": 1}, "reset_running_requests"),
+    ):
+        error_of(mock.frontend.post(f"/reset_prefix_cache{query}", body), 400, "invalid_request", param)
+
+
+@pytest.mark.parametrize("query", ["", "?config_format=json", "?config_format=text"])
+def test_server_info_has_vllms_groups_and_what_the_engine_says(
+    mock: Mocked, pool: ThreadPoolExecutor, query: str
+) -> None:
+    answer = pool.submit(mock.frontend.get, f"/server_info{query}")
+    facts = {"runner": "captured", "attention": "native", "numerics": {"batch_invariant": False}, "config": {"a": 1}}
+    mock.engine.reply(mock.engine.next_call("server_info"), facts)
+    body = answer.result().json()
+    assert isinstance(body.pop("version"), str)
+    assert body.pop("frontend") in ("rust", "python")
+    assert body == {
+        "vllm_config": {
+            "model_config": {
+                "model": "mock",
+                "served_model_name": "mock",
+                "architecture": "MockForCausalLM",
+                "dtype": "float32",
+                "max_model_len": 64,
+                "max_logprobs": 20,
+                "vocab_size": 32,
+            },
+            "cache_config": {"block_size": 16, "num_gpu_blocks": 64},
+            "scheduler_config": {"max_num_seqs": 8, "max_num_batched_tokens": 256},
+            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+            "device_config": {"device": "cpu"},
+            "weight_transfer_config": {"backend": "disk"},
+        },
+        "engine": {
+            "version": "0.0.0",
+            "engine_index": 0,
+            "pid": 1,
+            "num_parameters": 1,
+            "eos_token_ids": [2],
+            **facts,
+        },
+    }
+
+
+def test_server_info_knows_two_formats(mock: Mocked) -> None:
+    error_of(mock.frontend.get("/server_info?config_format=yaml"), 400, "invalid_request", "config_format")
+
+
 def test_a_superseded_pause_is_a_conflict(mock: Mocked, pool: ThreadPoolExecutor) -> None:
     answer = pool.submit(mock.frontend.post, "/pause?mode=wait")
     mock.engine.refuse(mock.engine.next_call("pause_generation"), "resumed meanwhile", "pause_superseded")

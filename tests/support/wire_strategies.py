@@ -37,6 +37,15 @@ def logprobs(draw: st.DrawFn, positions: int) -> m.LogprobsLists:
 
 
 @st.composite
+def experts(draw: st.DrawFn) -> Any:
+    """Routed experts of up to two tokens."""
+    shape = draw(st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(1, 2)))
+    dtype = draw(st.sampled_from(("|u1", "<i2", "<i4")))
+    count = shape[0] * shape[1] * shape[2]
+    return np.array(draw(st.lists(st.integers(0, 127), min_size=count, max_size=count)), dtype).reshape(shape)
+
+
+@st.composite
 def outputs(draw: st.DrawFn) -> m.EngineCoreOutput:
     """One EngineCoreOutput, any combination of its fields."""
     tokens = draw(TOKENS)
@@ -47,7 +56,11 @@ def outputs(draw: st.DrawFn) -> m.EngineCoreOutput:
         finish_reason=draw(st.none() | st.sampled_from(m.FinishReason)),
         stop_reason=draw(st.none() | INT64 | SHORT),
         prefill_stats=draw(st.none() | st.just({"num_prompt_tokens": 3, "num_cached_tokens": 1})),
-        error=draw(st.none() | st.builds(m.EngineError, SHORT, SHORT, st.booleans())),
+        error=draw(
+            st.none() | st.builds(m.EngineError, SHORT, SHORT, st.booleans(), st.none() | SHORT, st.none() | SHORT)
+        ),
+        new_prompt_logprobs=draw(st.none() | st.integers(0, 3).flatmap(logprobs)),
+        routed_experts=draw(st.none() | experts()),
         admission=draw(st.none() | st.tuples(SHORT, st.integers(0, 2**64 - 1))),
     )
 
@@ -99,6 +112,19 @@ def requests(draw: st.DrawFn) -> m.EngineCoreRequest:
         stop_token_ids=draw(ids),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(-1, 20)),
+        min_p=draw(st.floats(0, 1)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        repetition_penalty=draw(st.floats(0.01, 100)),
+        prompt_logprobs=draw(st.none() | st.integers(-1, 20)),
+        logit_bias=draw(st.none() | st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100, 100), max_size=3)),
+        allowed_token_ids=draw(st.none() | ids),
+        bad_words=draw(st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple)),
+        structured_outputs=draw(st.none() | st.sampled_from(({"regex": "a+"}, {"choice": ["a", "b"]}))),
+        skip_reading_prefix_cache=draw(st.none() | st.booleans()),
+        routed_experts=draw(st.booleans()),
+        routed_experts_prompt_start=draw(st.integers(0, 2**63 - 1)),
+        bad_words_token_ids=draw(st.lists(ids.filter(bool), max_size=2).map(tuple)),
         output_kind=draw(st.sampled_from(RequestOutputKind)),
         eos_token_id=draw(st.none() | st.integers(0, 2**32 - 1)),
         all_stop_token_ids=draw(ids),

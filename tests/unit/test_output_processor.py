@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollspan.admission import admit
@@ -227,3 +228,57 @@ def test_the_end_of_the_engine_reaches_every_request(processor: OutputProcessor)
         with pytest.raises(RollspanError, match="gone"):
             one.state.take()
     assert len(processor) == 0
+
+
+def test_log_probs_of_the_prompt_come_with_the_first_delta_of_the_first_sequence(processor: OutputProcessor) -> None:
+    opened = Opened(processor, n=2, prompt_logprobs=2, output_kind=DELTA)
+    processor.process(batch(output(opened.ids[1], 7)))
+    assert opened.take().prompt_logprobs is None
+    rows = logprobs([(2, -1.5, 3), (8, -0.5, 1), (2, -1.5, 2)])
+    processor.process(batch(output(opened.ids[0], 7, new_prompt_logprobs=rows)))
+    assert opened.take().prompt_logprobs == [None, {2: Logprob(-1.5, 3), 8: Logprob(-0.5, 1)}]
+    processor.process(batch(output(opened.ids[0], 7)))
+    assert opened.take().prompt_logprobs is None
+
+
+def test_log_probs_of_the_prompt_stay_on_cumulative_and_final_outputs(processor: OutputProcessor) -> None:
+    whole = Opened(processor, "a", prompt_logprobs=0)
+    final = Opened(processor, "b", prompt_logprobs=0, output_kind=FINAL)
+    rows = logprobs([(2, -1.5, 3)])
+    for opened in (whole, final):
+        processor.process(batch(output(opened.ids[0], 7, new_prompt_logprobs=rows)))
+    assert whole.take().prompt_logprobs == [None, {2: Logprob(-1.5, 3)}]
+    for opened in (whole, final):
+        processor.process(batch(output(opened.ids[0], 7, finish=FinishReason.LENGTH)))
+        assert opened.take().prompt_logprobs == [None, {2: Logprob(-1.5, 3)}]
+
+
+@pytest.mark.parametrize("rows", [None, logprobs([(2, -1.5, 3)], [(2, -1.5, 3)])])
+def test_a_prompt_without_its_log_probs_is_a_decode_error(processor: OutputProcessor, rows: Any) -> None:
+    opened = Opened(processor, prompt_logprobs=0)
+    processor.process(batch(output(opened.ids[0], 7, new_prompt_logprobs=rows)))
+    with pytest.raises(RequestFailedError) as failure:
+        opened.take()
+    assert failure.value.reason == "decode_error"
+
+
+def test_routed_experts_and_cached_tokens_are_on_the_final_output(processor: OutputProcessor) -> None:
+    opened = Opened(processor, n=2, routed_experts=True, output_kind=FINAL)
+    experts = np.zeros((2, 1, 2), np.uint8)
+    for index, cached in enumerate((1, 2)):
+        stats = {"num_cached_tokens": cached}
+        name = opened.ids[index]
+        processor.process(batch(output(name, 7, prefill_stats=stats)))
+        processor.process(batch(output(name, 7, finish=FinishReason.LENGTH, routed_experts=experts)))
+    taken = opened.take()
+    assert [choice.routed_experts is experts for choice in taken.outputs] == [True, True]
+    assert taken.num_cached_tokens == 1
+
+
+def test_a_refusal_of_the_engine_keeps_its_field_and_reason(processor: OutputProcessor) -> None:
+    opened = Opened(processor)
+    error = EngineError("validation_error", "no tokenizer", False, "sampling_params.bad_words", "unsupported_field")
+    processor.process(batch(output(opened.ids[0], finish=FinishReason.ERROR, error=error)))
+    with pytest.raises(RequestFailedError) as failure:
+        opened.take()
+    assert (failure.value.reason, failure.value.param) == ("unsupported_field", "sampling_params.bad_words")

@@ -92,24 +92,19 @@ def test_a_list_of_too_many_stop_tokens_is_refused() -> None:
 
 
 def test_the_first_field_at_fault_in_the_order_of_the_contract_is_named() -> None:
-    assert fault(lambda: parse({"top_k": "x", "n": 0, "min_p": 1})).param == "sampling_params.n"
-    assert fault(lambda: parse({"min_p": 1, "detokenize": 5})).param == "sampling_params.detokenize"
+    assert fault(lambda: parse({"top_k": "x", "n": 0, "min_p": 9})).param == "sampling_params.n"
+    assert fault(lambda: parse({"stop": "x", "detokenize": 5})).param == "sampling_params.detokenize"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("presence_penalty", 0.1, "0"),
-        ("frequency_penalty", False, "0"),
-        ("repetition_penalty", 1.2, "1"),
-        ("min_p", 0.5, "0"),
         ("stop", ["x"], "null"),
-        ("logit_bias", {"1": 2}, "null"),
         ("watermarking", True, "null"),
         ("flat_logprobs", True, "false"),
         ("stream_interval", 2, "null"),
-        ("prompt_logprobs", 0, "null"),
-        ("structured_outputs", {}, "null"),
+        ("thinking_token_budget", 0, "null"),
+        ("logprob_token_ids", [1], "null"),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_refused_with_its_neutral_value(
@@ -126,11 +121,42 @@ def test_a_field_that_is_not_supported_yet_is_refused_with_its_neutral_value(
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": None},
         {"stop": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "watermarking": False, "stream_interval": 1},
-        {"stop": "", "detokenize": True, "skip_special_tokens": False, "routed_experts_prompt_start": 3},
+        {"stop": "", "detokenize": True, "skip_special_tokens": False, "routed_experts": False},
     ],
 )
 def test_neutral_values_and_fields_about_text_change_nothing(mapping: dict[str, Any]) -> None:
     assert parse(mapping) == (SamplingParams(), [])
+
+
+def test_biases_are_read_from_the_strings_that_json_has_for_keys() -> None:
+    params, _ = parse({"logit_bias": {"7": -100, "0": 0.5}})
+    assert params.logit_bias == {7: -100.0, 0: 0.5}
+    assert SamplingParams(logit_bias={7: 1}).logit_bias == {7: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+def test_a_schema_becomes_its_text_with_its_properties_in_order() -> None:
+    params, ignored = parse(
+        {"structured_outputs": {"json": {"b": "ü", "a": [1, None]}, "regex": None, "_backend": "x"}}
+    )
+    assert params.structured_outputs == {"json": '{"b":"ü","a":[1,null]}'}
+    assert ignored == ["structured_outputs._backend"]
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"stop_token_ids": (100,)}, "stop_token_ids"),
+        ({"allowed_token_ids": (100,)}, "allowed_token_ids"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids"),
+        ({"logit_bias": {100: 1}}, "logit_bias"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_named(params: dict[str, Any], name: str) -> None:
+    error = fault(lambda: SamplingParams(**params).check_model(vocab_size=100, max_logprobs=5))
+    assert (error.reason, error.param) == ("invalid_request", f"sampling_params.{name}")
 
 
 def test_unknown_keys_are_named_in_order_and_have_no_effect() -> None:
