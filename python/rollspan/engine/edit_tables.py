@@ -87,8 +87,6 @@ class EditTables:
             lengths: known tokens of each of ``requests``.
             same: the requests are those of the last step.
         """
-        if not index.size and not self.index.size:
-            return
         lengths = lengths[index]
         steady = same and np.array_equal(index, self.index)
         if steady and bool((lengths == self._lengths).all()):

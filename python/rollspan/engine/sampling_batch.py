@@ -39,6 +39,7 @@ class SamplingBatch:
         self._places: dict[Request, int] = {}
         self._facts: npt.NDArray[np.void] = np.zeros(0, _FACTS)
         self._edits = EditTables(vocabulary)
+        self._editable = False
         self.rows: Rows = make_rows(0)
         self.wanted: list[tuple[int, int]] = []
 
@@ -51,8 +52,9 @@ class SamplingBatch:
         lengths = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         positions = lengths - self._facts["num_prompt_tokens"]
         self.rows["position"] = positions
-        edited = self._facts["edited"] | (positions < self._facts["min_tokens"])
-        self._edits.update(requests, np.flatnonzero(edited), lengths, same=same)
+        if self._editable or self._edits.index.size:
+            edited = self._facts["edited"] | (positions < self._facts["min_tokens"])
+            self._edits.update(requests, np.flatnonzero(edited), lengths, same=same)
 
     def _replace(self, requests: list[Request]) -> None:
         places = self._places
@@ -66,6 +68,7 @@ class SamplingBatch:
             self._facts[place] = self._fact(requests[place])
         self._requests = list(requests)
         self._places = {request: place for place, request in enumerate(requests)}
+        self._editable = bool((self._facts["edited"] | (self._facts["min_tokens"] > 0)).any())
         columns = self.rows["num_top"] + 1
         self.wanted = [(row, int(columns[row])) for row in np.flatnonzero(columns).tolist()]
 

@@ -48,8 +48,6 @@ def sample_rows(
         rows["scores"][index], rows["scores_kind"][index] = mine["scores"], mine["scores_kind"]
     if raw_logprobs:
         _point(rows, "reported", logits)
-    else:
-        rows["reported"], rows["reported_kind"] = rows["scores"], rows["scores_kind"]
     native.module().sample_rows(_describe(rows, logits.shape[1], result), raw_logprobs)
 
 
@@ -74,5 +72,4 @@ def _point(rows: Rows, name: str, values: Tensor) -> None:
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return array.ctypes.data  # __array_interface__ would describe every field first
