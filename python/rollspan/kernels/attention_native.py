@@ -13,6 +13,10 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SMALLEST, _LARGEST, _STEP = 32, 256, 16
 
 
+#: Attribute of a layer's keys: its values, and both as the kernel takes them.
+_LAYOUT = "_rollspan_layout"
+
+
 class NativeAttention:
     """Keys ``[num_blocks, kv_heads, head_dim, block_size]``, values ``[num_blocks, kv_heads, block_size, value_dim]``.
 
@@ -62,30 +66,35 @@ class NativeAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        # Every microsecond here is spent once for each layer of each step.
         keys, values = cache
-        num_blocks, kv_heads, head_dim, block_size = keys.shape
-        value_dim = values.shape[3]
-        rows, heads, _ = query.shape
+        known = keys.__dict__.get(_LAYOUT)
+        layout = known[1] if known is not None and known[0] is values else _layout(keys, values)
+        query_shape, key_shape, value_shape, dtype = query.shape, key.shape, value.shape, query.dtype
+        rows, heads, head_dim = query_shape
+        kv_heads, value_dim = layout[4], layout[7]
         if (
-            query.shape[2] != head_dim
-            or key.shape != (rows, kv_heads, head_dim)
-            or value.shape != (rows, kv_heads, value_dim)
+            head_dim != layout[6]
+            or key_shape != (rows, kv_heads, head_dim)
+            or value_shape != (rows, kv_heads, value_dim)
+            or key.dtype != dtype
+            or value.dtype != dtype
         ):
+            given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (query, key, value))
             raise ValueError(
-                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit a cache "
-                f"of keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+                f"query, key and value ({given}) do not fit each other, or a cache of keys {tuple(keys.shape)} and "
+                f"values {tuple(values.shape)}"
             )
-        dtype = query.dtype
-        if key.dtype != dtype or value.dtype != dtype:
-            raise ValueError(f"query, key and value must have one type, not {dtype}, {key.dtype} and {value.dtype}")
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         numbers = batch.derived.get("native") or _numbers(batch, rows)
-        output = torch.empty((rows, heads, value_dim), dtype=dtype)
+        if numbers[6] != rows:
+            raise ValueError(f"{rows} rows given, but the batch has {numbers[6]}")
         if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
             sinks = sinks.float().contiguous()
+        output = torch.empty((rows, heads, value_dim), dtype=dtype)
         native.module().paged_attention(
             (
                 query.data_ptr(),
@@ -101,16 +110,7 @@ class NativeAttention:
                 _CODES[dtype],
                 heads,
             ),
-            (
-                keys.data_ptr(),
-                values.data_ptr(),
-                _CODES[keys.dtype],
-                num_blocks,
-                kv_heads,
-                block_size,
-                head_dim,
-                value_dim,
-            ),
+            layout,
             numbers,
             scale,
             sliding_window or 0,
@@ -118,6 +118,23 @@ class NativeAttention:
             0 if sinks is None else sinks.data_ptr(),
         )
         return output
+
+
+def _layout(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """A layer's cache as the kernel takes it: addresses and sizes. Kept with the keys, which do not move."""
+    num_blocks, kv_heads, head_dim, block_size = keys.shape
+    value_dim = values.shape[3]
+    if (
+        values.shape != (num_blocks, kv_heads, block_size, value_dim)
+        or values.dtype != keys.dtype
+        or not keys.is_contiguous()
+        or not values.is_contiguous()
+    ):
+        raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are no cache of this backend")
+    sizes = num_blocks, kv_heads, block_size, head_dim, value_dim
+    layout = (keys.data_ptr(), values.data_ptr(), _CODES[keys.dtype], *sizes)
+    keys.__dict__[_LAYOUT] = values, layout
+    return layout
 
 
 def _numbers(batch: AttentionBatch, rows: int) -> tuple[int, ...]:
