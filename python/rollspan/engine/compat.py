@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rollspan.engine import attention
-from rollspan.engine.input_batch import StepLogits
-from rollspan.engine.request import Request, RequestStatus
+from rollspan.engine.input_batch import PendingTokens, StepLogits
+from rollspan.engine.request import PENDING, Request, RequestStatus
+from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.engine.self_check import Outcome, SelfCheck
 from rollspan.errors import RollspanError
@@ -38,9 +40,10 @@ class Mode(Enum):
 
 @dataclass
 class _Sequence:
-    """What the model remembers of a request's first ``num_tokens`` tokens."""
+    """What the model remembers of a request's first ``num_tokens`` tokens; its blocks are mere names of slots."""
 
-    memory: dict[str, Any]
+    block_ids: list[int]
+    memory: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
 
 
@@ -61,12 +64,20 @@ class CompatRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, vocab_size: int, block_size: int, device: torch.device, reason: str
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int,
+        block_size: int,
+        device: torch.device,
+        reason: str,
+        routing: RoutedExperts | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._sequences: dict[Request, _Sequence] = {}
+        self._routing = routing
         self.reason = reason
         if model.config._attn_implementation == attention.NAME:
             try:
@@ -77,6 +88,8 @@ class CompatRunner:
         transformers_logging.set_verbosity_error()  # that fast kernels are not installed is known: this is the slow way
         try:
             check = SelfCheck(model, vocab_size=vocab_size, block_size=block_size, device=device)
+            if routing is not None:
+                routing.allocate(check.num_blocks)
             self.mode = self._choose_mode(check)
             self.bytes_per_sequence, self.bytes_per_token = self._measure(check)
         finally:
@@ -118,7 +131,7 @@ class CompatRunner:
         """Bytes of a sequence without tokens, and of each token."""
         sizes = []
         for length in (8, 16):
-            sequence = _Sequence({})
+            sequence = _Sequence(list(range(1, check.num_blocks + 1)))
             with torch.inference_mode():
                 self._advance(sequence, [1] * min(length, check.longest), [])
             sizes.append((sequence.num_tokens, _nbytes(sequence.memory, set())))
@@ -126,8 +139,9 @@ class CompatRunner:
         each = max(large - small, 0) // max(long - short, 1)
         return max(small - short * each, 0), each
 
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
-        """One step."""
+    def run(self, scheduled: Sequence[ScheduledRequest], pending: PendingTokens | None = None) -> StepLogits:
+        """One step; tokens that are still being sampled are taken from ``pending``."""
+        places = {request: place for place, request in enumerate(pending.requests)} if pending is not None else {}
         for request in [r for r in self._sequences if r.status in (RequestStatus.PREEMPTED, RequestStatus.FINISHED)]:
             del self._sequences[request]
         rows: list[torch.Tensor] = []
@@ -139,7 +153,7 @@ class CompatRunner:
             stop = start + entry.num_tokens
             known = self._sequences.pop(request, None)  # what a step that raises leaves behind must not be used again
             if start == 0 or known is None:
-                known = _Sequence({})
+                known = _Sequence(request.block_ids)
             if known.num_tokens != start and self.mode is not Mode.RECOMPUTE:
                 raise RuntimeError(f"{known.num_tokens} tokens of {request.request_id!r} are known instead of {start}")
             known.num_tokens = start
@@ -147,8 +161,11 @@ class CompatRunner:
             wanted = (
                 list(range(first - 1 - start, last - 1 - start)) if request.params.prompt_logprobs is not None else []
             )
+            token_ids = request.token_ids[:stop]
+            if pending is not None and token_ids[-1] == PENDING:
+                token_ids[-1] = int(pending.token_ids[places[request]])
             with torch.inference_mode():
-                logits = self._advance(known, request.token_ids[:stop], wanted + [entry.num_tokens - 1] * entry.samples)
+                logits = self._advance(known, token_ids, wanted + [entry.num_tokens - 1] * entry.samples)
             self._sequences[request] = known
             if wanted:
                 prompt_rows.append(logits[: len(wanted)])
@@ -173,16 +190,16 @@ class CompatRunner:
         start, stop = sequence.num_tokens, len(token_ids)
         sequence.num_tokens = stop
         if self.mode is Mode.RECOMPUTE:
-            return self._forward({}, token_ids, 0, [start + row for row in rows])
+            return self._forward(sequence, token_ids, 0, [start + row for row in rows])
         if self.mode is Mode.CHUNKED or start == 0:
-            return self._forward(sequence.memory, token_ids, start, rows)
+            return self._forward(sequence, token_ids, start, rows)
         pieces = [
-            self._forward(sequence.memory, token_ids[: index + 1], index, [0] if index - start in rows else [])
+            self._forward(sequence, token_ids[: index + 1], index, [0] if index - start in rows else [])
             for index in range(start, stop)
         ]
         return torch.cat(pieces)
 
-    def _forward(self, memory: dict[str, Any], token_ids: list[int], start: int, rows: list[int]) -> torch.Tensor:
+    def _forward(self, sequence: _Sequence, token_ids: list[int], start: int, rows: list[int]) -> torch.Tensor:
         """One call of the model with ``token_ids[start:]``, given as ``generate`` gives it."""
         stop = len(token_ids)
         keep = torch.tensor(rows or [stop - start - 1], device=self._device)
@@ -190,14 +207,20 @@ class CompatRunner:
             "position_ids": torch.arange(start, stop, device=self._device)[None],
             "logits_to_keep": keep,
         }
-        output = self._model(
-            input_ids=torch.tensor([token_ids[start:]], device=self._device),
-            use_cache=self.mode is not Mode.RECOMPUTE,
-            **memory,
-            **{name: value for name, value in optional.items() if name in self._accepted},
-        )
+        recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._routing is not None:
+            recording = self._routing.recording(self._routing.slots(sequence.block_ids, start, stop))
+        with recording:
+            output = self._model(
+                input_ids=torch.tensor([token_ids[start:]], device=self._device),
+                use_cache=self.mode is not Mode.RECOMPUTE,
+                **sequence.memory,
+                **{name: value for name, value in optional.items() if name in self._accepted},
+            )
         if self.mode is not Mode.RECOMPUTE:
-            memory.update({name: output[name] for name in _STATES if name in self._accepted and name in output})
+            sequence.memory.update(
+                {name: output[name] for name in _STATES if name in self._accepted and name in output}
+            )
         logits: torch.Tensor = output.logits[0]
         return (logits if "logits_to_keep" in self._accepted else logits.index_select(0, keep))[: len(rows)]
 
