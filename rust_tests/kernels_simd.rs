@@ -1,6 +1,9 @@
 //! Vectors: each operation gives the same bits on every instruction set, and the functions are as exact as they say.
 
 #![allow(unsafe_code, reason = "vectors are read from and written to arrays")]
+#![allow(clippy::inline_always, reason = "only what is inlined is compiled with the CPU's features")]
+#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "numbers of any kind will do")]
+#![allow(clippy::float_cmp, reason = "bits are what is compared")]
 
 use rollspan_kernels::isa::{Isa, Kernel};
 use rollspan_kernels::simd::{Bf16, Element, F16, LANES, Simd};
@@ -76,6 +79,21 @@ fn canonical(value: f32) -> u32 {
     if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
 }
 
+const SPECIAL: [f32; 12] = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    f32::MIN_POSITIVE,
+    1e-40,
+    f32::MAX,
+    65519.9,
+    65520.0,
+];
+
 /// Numbers of every kind, from a fixed generator.
 fn samples(seed: u64) -> Lanes {
     let mut state = seed;
@@ -83,20 +101,6 @@ fn samples(seed: u64) -> Lanes {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 32) as u32
     };
-    const SPECIAL: [f32; 12] = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::MIN_POSITIVE,
-        1e-40,
-        f32::MAX,
-        65519.9,
-        65520.0,
-    ];
     [(); LANES].map(|()| match next() % 8 {
         0 => f32::from_bits(next()),
         1 => SPECIAL[next() as usize % SPECIAL.len()],

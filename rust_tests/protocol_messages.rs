@@ -117,7 +117,7 @@ fn requests_calls_and_hellos_survive_a_round_trip() {
             bad_words_token_ids: vec![vec![1, 2], vec![3]],
             structured_outputs: Some(StructuredOutputs { regex: Some("a+".into()), ..StructuredOutputs::default() }),
             skip_reading_prefix_cache: Some(false),
-            routed_experts: true,
+            routed_experts: Some(true),
             routed_experts_prompt_start: 3,
             n: 1,
         }),

@@ -116,7 +116,7 @@ proptest! {
         bias in vec((any::<u32>(), -100.0..100.0_f64), 0..3),
         words in (vec(".{0,4}", 0..3), vec(vec(any::<u32>(), 1..3), 0..3), option::of(vec(any::<u32>(), 0..3))),
         regex in option::of(".{0,4}"),
-        experts in (any::<bool>(), any::<u64>(), option::of(any::<bool>()), option::of(any::<i64>())),
+        experts in (option::of(any::<bool>()), any::<u64>(), option::of(any::<bool>()), option::of(any::<i64>())),
         salt in option::of(".{0,4}"),
     ) {
         let params = SamplingParams {

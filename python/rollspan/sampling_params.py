@@ -61,7 +61,8 @@ class SamplingParams:
         bad_words: words that the output never holds; the engine needs the model's tokenizer.json for them.
         structured_outputs: ``{"json": schema}`` or one of regex, choice, grammar, json_object, structural_tag.
         skip_reading_prefix_cache: compute the whole prompt; None is True with prompt_logprobs only.
-        routed_experts: return which experts of a mixture-of-experts model each token was routed to.
+        routed_experts: return which experts of a mixture-of-experts model each token was routed to; None: where the
+            engine was started to do so (``--enable-return-routed-experts``), as vLLM does.
         routed_experts_prompt_start: first prompt token of them.
         output_kind: what each RequestOutput holds (Python API).
         eos_token_id: set by :meth:`resolve`; None when EOS does not end the output.
@@ -92,7 +93,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     structured_outputs: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
-    routed_experts: bool = False
+    routed_experts: bool | None = None
     routed_experts_prompt_start: int = 0
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     eos_token_id: int | None = None
@@ -263,7 +264,7 @@ class SamplingParams:
         )
 
 
-_OPTIONAL = {"seed", "max_tokens", "skip_reading_prefix_cache"}
+_OPTIONAL = {"seed", "max_tokens", "skip_reading_prefix_cache", "routed_experts"}
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _WIRE_DEFAULTS: dict[str, Any] = {
     name.name: 16 if name.name == "max_tokens" else name.default

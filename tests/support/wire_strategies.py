@@ -122,7 +122,7 @@ def requests(draw: st.DrawFn) -> m.EngineCoreRequest:
         bad_words=draw(st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple)),
         structured_outputs=draw(st.none() | st.sampled_from(({"regex": "a+"}, {"choice": ["a", "b"]}))),
         skip_reading_prefix_cache=draw(st.none() | st.booleans()),
-        routed_experts=draw(st.booleans()),
+        routed_experts=draw(st.none() | st.booleans()),
         routed_experts_prompt_start=draw(st.integers(0, 2**63 - 1)),
         bad_words_token_ids=draw(st.lists(ids.filter(bool), max_size=2).map(tuple)),
         output_kind=draw(st.sampled_from(RequestOutputKind)),

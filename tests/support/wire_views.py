@@ -44,8 +44,9 @@ SAMPLING_DEFAULTS = {
     **dict.fromkeys(SAMPLING_KEYS, 0),
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
     **{name: [] for name in ("stop_token_ids", "all_stop_token_ids", "bad_words", "bad_words_token_ids")},
-    **dict.fromkeys(("ignore_eos", "routed_experts"), False),
-    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "eos_token_id", "skip_reading_prefix_cache"), None),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "eos_token_id"), None),
+    **dict.fromkeys(("skip_reading_prefix_cache", "routed_experts"), None),
+    "ignore_eos": False,
     "n": 1,
     "max_tokens": 16,
 }

@@ -96,7 +96,9 @@ class EngineCore:
         self._clients = {0}
         self._last_stats = 0.0
         self._text = TextRules(config.model_directory(), self._placement.vocab_size, self._model_facts.eos_token_ids)
-        self._asynchronous = config.async_scheduling if config.async_scheduling is not None else device.type == "cuda"
+        wanted = config.async_scheduling if config.async_scheduling is not None else device.type == "cuda"
+        # Which experts computed a token is read from blocks that a later step may already have taken.
+        self._asynchronous = wanted and self._placement.routing is None
         self._in_flight: Launched | None = None
         self._control = Control(self)
 
@@ -315,7 +317,7 @@ class EngineCore:
                 output.new_prompt_logprobs = request.take_prompt_logprobs()
             if output.finish_reason is not None:
                 output.admission = request.admission
-                if request.params.routed_experts and self._placement.routing is not None:
+                if request.params.routed_experts is not False and self._placement.routing is not None:
                     # The token sampled last has not been run.
                     output.routed_experts = self._placement.routing.gather(
                         request.block_ids, request.params.routed_experts_prompt_start, index

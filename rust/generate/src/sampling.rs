@@ -126,7 +126,7 @@ pub(crate) fn parse(
     params.bad_words = sampling_lists::bad_words(object)?;
     params.structured_outputs = structures::parse(object)?;
     params.skip_reading_prefix_cache = fields.flag("skip_reading_prefix_cache")?;
-    params.routed_experts = fields.flag("routed_experts")?.unwrap_or(false);
+    params.routed_experts = fields.flag("routed_experts")?;
     let start = fields
         .optional("routed_experts_prompt_start", "an integer of at least 0", |value| integer(value, 0, i64::MAX))?;
     params.routed_experts_prompt_start = start.map_or(0, i64::unsigned_abs);

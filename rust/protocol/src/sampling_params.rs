@@ -55,8 +55,8 @@ pub struct SamplingParams {
     pub structured_outputs: Option<StructuredOutputs>,
     /// Compute the whole prompt; `None` leaves it to the engine.
     pub skip_reading_prefix_cache: Option<bool>,
-    /// Return the experts that tokens were routed to.
-    pub routed_experts: bool,
+    /// Return the experts that tokens were routed to; `None` leaves it to the engine.
+    pub routed_experts: Option<bool>,
     /// First token of the prompt for which.
     pub routed_experts_prompt_start: u64,
     /// 0 cumulative, 1 delta, 2 final only: without meaning to the engine.
@@ -91,7 +91,7 @@ impl Default for SamplingParams {
             bad_words_token_ids: Vec::new(),
             structured_outputs: None,
             skip_reading_prefix_cache: None,
-            routed_experts: false,
+            routed_experts: None,
             routed_experts_prompt_start: 0,
             output_kind: 0,
             eos_token_id: None,
@@ -193,7 +193,7 @@ impl SamplingParams {
         entries.list("bad_words", &self.bad_words);
         entries.some("structured_outputs", self.structured_outputs.as_ref());
         entries.some("skip_reading_prefix_cache", self.skip_reading_prefix_cache);
-        entries.number("routed_experts", self.routed_experts, plain.routed_experts);
+        entries.some("routed_experts", self.routed_experts);
         let start = self.routed_experts_prompt_start;
         entries.number("routed_experts_prompt_start", start, plain.routed_experts_prompt_start);
         entries.number("output_kind", self.output_kind, plain.output_kind);

@@ -121,7 +121,7 @@ def test_a_field_that_is_not_supported_yet_is_refused_with_its_neutral_value(
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": None},
         {"stop": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "watermarking": False, "stream_interval": 1},
-        {"stop": "", "detokenize": True, "skip_special_tokens": False, "routed_experts": False},
+        {"stop": "", "detokenize": True, "skip_special_tokens": False, "routed_experts": None},
     ],
 )
 def test_neutral_values_and_fields_about_text_change_nothing(mapping: dict[str, Any]) -> None:
