@@ -217,7 +217,7 @@ impl Entries {
         self.writer.entry(name, value);
     }
 
-    fn number<T: Serialize + PartialEq>(&mut self, name: &str, value: T, plain: T) {
+    fn number<T: Serialize + PartialEq + Copy>(&mut self, name: &str, value: T, plain: T) {
         if value != plain {
             self.entry(name, value);
         }
