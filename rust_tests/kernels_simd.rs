@@ -154,8 +154,7 @@ fn worst(function: Function, exact: fn(f64) -> f64, low: f32, high: f32) -> f64 
     let mut worst = 0.0_f64;
     let points = 1_000_000_u32;
     for start in (0..points).step_by(LANES) {
-        let inputs: Lanes =
-            std::array::from_fn(|i| low + (high - low) * ((start + u32::try_from(i).unwrap()) as f32 / points as f32));
+        let inputs: Lanes = std::array::from_fn(|i| low + (high - low) * ((start + i as u32) as f32 / points as f32));
         for (input, got) in inputs.into_iter().zip(Isa::best().run(Apply(function, inputs))) {
             let expected = exact(f64::from(input));
             let nearest = (expected as f32).abs().max(f32::MIN_POSITIVE);

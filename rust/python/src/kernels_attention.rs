@@ -25,7 +25,7 @@ fn data_type(code: u8) -> PyResult<DataType> {
 /// `(keys, values, data type, num_blocks, kv_heads, block_size, head_dim, value_dim)` and `batch` is
 /// `(query_start, seq_lens, block_table, slot_mapping, sequences, table_width, rows)`: addresses and strides in elements.
 #[pyfunction]
-#[expect(clippy::type_complexity, reason = "tuples of integers are what is quick to pass")]
+#[expect(clippy::too_many_arguments, reason = "tuples of integers and a few numbers are what is quick to pass")]
 pub(crate) fn paged_attention(
     py: Python<'_>,
     rows: (usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, u8, usize),

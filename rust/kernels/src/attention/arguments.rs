@@ -143,6 +143,9 @@ fn index(value: i32) -> usize {
 impl Attention {
     /// Checks that everything the batch names lies within the tensors.
     ///
+    /// # Errors
+    /// It does not.
+    ///
     /// # Safety
     /// All addresses are those of live tensors of the stated shapes, strides and types, and stay so as long as the result
     /// is used. Nothing else writes to them, and nothing else reads the cache or the output, while it runs.
@@ -160,7 +163,7 @@ impl Attention {
         if dims.into_iter().any(|dim| dim == 0 || dim % LANES != 0) {
             return Err(Invalid("head_dim, value_dim and block_size must be multiples of 16"));
         }
-        if self.kv_heads == 0 || self.heads % self.kv_heads != 0 {
+        if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Invalid("the query heads must be a multiple of the key heads"));
         }
         let slots = self.num_blocks * self.block_size;

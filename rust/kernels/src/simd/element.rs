@@ -60,7 +60,6 @@ impl Element for Bf16 {
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        #[expect(clippy::cast_possible_truncation, reason = "shifted to 16 bits")]
         Self(if value.is_nan() { 0x7fc0 } else { rounded as u16 })
     }
     #[inline(always)]
