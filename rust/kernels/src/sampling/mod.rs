@@ -3,8 +3,9 @@
 //! The probability of a token, relative to the most probable one's, is counted in units of 2^-40 ([`mass`]). Integers
 //! add up to the same sum in any order, so that a choice depends on its row, seed, position and parameters alone: not on
 //! the batch, the threads or the instruction set. Nothing is ever sorted as a whole: the best tokens are found through
-//! the maxima of groups of tokens ([`scan`]), the boundary of top-p through a histogram ([`truncate`]).
+//! the maxima of groups of tokens ([`scan`]), the boundary of top-p through a [`histogram`].
 
+mod histogram;
 mod mass;
 mod row;
 mod sample;

@@ -1,5 +1,6 @@
 //! Which tokens top-k, min-p and top-p leave.
 
+use super::histogram;
 use super::mass::{self, Distribution, Keep};
 use super::row::Row;
 use super::scan::{self, Candidate};
@@ -45,11 +46,11 @@ pub(super) fn nucleus(isa: Isa, from: Distribution<'_>, total: u64, share: f32, 
     if least <= from.keep.logit || exponent < from.keep.exponent || exponent < mass::LEAST_EXPONENT {
         return from.keep;
     }
-    let histogram = mass::histogram(isa, from);
+    let bins = histogram::histogram(isa, from);
     let mut before = 0;
-    for (bin, &mass) in histogram.iter().enumerate() {
+    for (bin, &mass) in bins.iter().enumerate() {
         if reaches(before + mass, limit) {
-            mass::members(isa, from, bin, &mut workspace.candidates);
+            histogram::members(isa, from, bin, &mut workspace.candidates);
             return boundary(isa, from, before, limit, workspace).unwrap_or(from.keep);
         }
         before += mass;
