@@ -35,7 +35,7 @@ class EngineConfig:
     max_model_len: int | None = _option(None, "most tokens of prompt and output together (default: the model's limit)")
     max_num_seqs: int = _option(256, "most sequences in one step")
     max_num_batched_tokens: int = _option(2048, "most tokens in one step; longer prompts are computed in pieces")
-    block_size: int = _option(16, "tokens per KV block")
+    block_size: int = _option(16, "tokens per KV block; on CUDA devices, a multiple of 256: less is rounded up")
     enable_prefix_caching: bool = _option(True, "requests share the KV blocks of equal prefixes, within one commit")
     async_scheduling: bool | None = _option(
         None, "launch a step before the tokens of the one before are read (default: on CUDA devices)"

@@ -20,7 +20,7 @@ from rollspan.engine.invariance import prepare
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.loader import load_model, select_device
 from rollspan.engine.request import Request, RequestStatus, Stamp
-from rollspan.engine.runner import place
+from rollspan.engine.runner import fit, place
 from rollspan.engine.sampler import Sampler, Samples
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
@@ -80,6 +80,7 @@ class EngineCore:
             torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 2) - 1))
         prepare(config)
         model, self._model_facts = load_model(config, device)
+        config = self.config = fit(config, device, model.dtype)
         self._placement = place(model, config, device)
         self._runner = self._placement.runner
         self.scheduler = Scheduler(

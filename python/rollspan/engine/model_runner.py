@@ -100,6 +100,8 @@ class ModelRunner:
         recording = contextlib.nullcontext() if self._routing is None else self._routing.recording(slots)
         with torch.inference_mode(), recording:
             logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+        if batch.scored and self._graphs is not None:
+            logits = logits.clone()  # scores are read when the next step may have overwritten the results of the graph
         return StepLogits(logits, batch.sampled, batch.scored)
 
     def _eager(self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

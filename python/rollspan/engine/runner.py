@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.engine.self_check import SelfCheck
 from rollspan.errors import RollspanError
+from rollspan.kernels.attention_varlen import PAGE
 
 logger = logging.getLogger("rollspan.engine")
 
@@ -66,6 +68,17 @@ class Placement:
     numerics: Numerics
     shares_blocks: bool
     routing: RoutedExperts | None
+
+
+def fit(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+    """The configuration with blocks as large as the attention needs that is made for the device."""
+    size = -(-config.block_size // PAGE) * PAGE
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or size == config.block_size:
+        return config
+    logger.info(
+        "KV blocks of %d tokens instead of %d: flash attention needs multiples of %d", size, config.block_size, PAGE
+    )
+    return dataclasses.replace(config, block_size=size)
 
 
 def place(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> Placement:
