@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from rollspan.engine.request import Request
 from rollspan.errors import RollspanError
-from rollspan.sampling_params import PATH
+from rollspan.sampling_rules import PATH
 
 if TYPE_CHECKING:
     import llguidance
@@ -186,7 +186,7 @@ def _grammar(wanted: dict[str, Any]) -> str:
         schema = json.loads(wanted["json"]) if "json" in wanted else {"type": "object"}
         if wanted.get("disable_additional_properties"):
             _close_objects(schema)
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=whitespace or None))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=whitespace or None))  # type: ignore[arg-type]
     if "choice" in wanted:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted["choice"])
         return str(grammar_from("lark", f"start: {choices}"))
@@ -202,8 +202,9 @@ def _grammar(wanted: dict[str, Any]) -> str:
             for part in tag["structures"]
         ]
         return str(StructTag.to_grammar(tags))
-    kind = "regex" if "regex" in wanted else "grammar"
-    return str(grammar_from(kind, wanted[kind]))
+    return str(
+        grammar_from("regex", wanted["regex"]) if "regex" in wanted else grammar_from("grammar", wanted["grammar"])
+    )
 
 
 def _close_objects(schema: Any) -> None:
