@@ -7,7 +7,8 @@ sampling kernel replaced by constants, and prints for each output token:
 - CPU time of the engine's thread, of the fastest of many short rounds;
 - bytecode instructions of Python, which do not depend on what else the machine does (but count a call into numpy as
   one);
-- machine instructions, with `--instructions`: the same steps under valgrind's callgrind, which must be installed.
+- machine instructions, with `--instructions`: the same steps under valgrind's callgrind, which must be installed; it
+  takes minutes, nearly all of them for imports.
 
 All are means over a run of steps in which sequences grow across block boundaries, with requests staying the same.
 """
@@ -118,6 +119,7 @@ def bytecodes(work: Callable[[], None]) -> int:
 def measure(batches: list[int], logprobs: int | None, *, count_instructions: bool) -> list[Figure]:
     """One figure for each batch size."""
     core = stubbed_core(max(batches))
+    counts = instructions(batches, logprobs) if count_instructions else []
     figures = []
     for batch in batches:
         fill(core, batch, logprobs)
@@ -126,36 +128,50 @@ def measure(batches: list[int], logprobs: int | None, *, count_instructions: boo
         figure: Figure = {"batch": batch, "logprobs": logprobs, "microseconds_per_token": seconds * 1e6 / tokens}
         figure["microseconds_per_step"] = seconds * 1e6 / STEPS
         figure["bytecodes_per_token"] = bytecodes(lambda: run_steps(core, STEPS)) / tokens
-        if count_instructions:
-            figure["instructions_per_token"] = instructions(batch, logprobs) / tokens
+        if counts:
+            figure["instructions_per_token"] = counts[len(figures)] / tokens
         figures.append(figure)
-        core.abort_requests(list(core.scheduler.requests))
-        core.step()
+        empty(core)
     return figures
 
 
-def instructions(batch: int, logprobs: int | None) -> int:
-    """Machine instructions of STEPS steps, counted by callgrind in a process of its own."""
+def empty(core: EngineCore) -> None:
+    """Drops all requests."""
+    core.abort_requests(list(core.scheduler.requests))
+    core.step()
+
+
+def instructions(batches: list[int], logprobs: int | None) -> list[int]:
+    """Machine instructions of STEPS steps at each batch size, counted by callgrind in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "callgrind.out"
+        out = Path(directory) / "counts"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}", sys.executable]
-        command += [__file__, "--count-only", str(batch), "--logprobs", "none" if logprobs is None else str(logprobs)]
+        command += [__file__, "--count-only", "--batch", *map(str, batches)]
+        command += ["--logprobs", "none" if logprobs is None else str(logprobs)]
         subprocess.run(command, check=True, capture_output=True)
-        found = re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError("callgrind counted nothing")
-    return int(found[1])
+        parts = [out.with_suffix(f".{number}").read_text() for number in range(1, len(batches) + 2)]
+    found = [re.search(r"^totals: (\d+)", part, re.MULTILINE) for part in parts]
+    switching, *counts = [int(match[1]) if match else 0 for match in found]
+    return [count - switching for count in counts]
 
 
-def count_only(batch: int, logprobs: int | None) -> None:
-    """Runs under callgrind: turns its counting on for STEPS steps alone."""
-    core = stubbed_core(batch)
-    fill(core, batch, logprobs)
-    run_steps(core, 4)
-    switch = ["callgrind_control", str(os.getpid()), "--instr=on"]
-    subprocess.run(switch, check=True, capture_output=True)
-    run_steps(core, STEPS)
-    subprocess.run([*switch[:2], "--instr=off"], check=True, capture_output=True)
+def count_only(batches: list[int], logprobs: int | None) -> None:
+    """Runs under callgrind: one dump of its counts for nothing at all, then one for STEPS steps of each batch size."""
+    core = stubbed_core(max(batches))
+    _counted(lambda: None)
+    for batch in batches:
+        fill(core, batch, logprobs)
+        run_steps(core, 4)
+        _counted(lambda: run_steps(core, STEPS))
+        empty(core)
+
+
+def _counted(work: Callable[[], None]) -> None:
+    control = ["callgrind_control", str(os.getpid())]
+    subprocess.run([*control, "--instr=on"], check=True, capture_output=True)
+    work()
+    subprocess.run([*control, "--instr=off"], check=True, capture_output=True)
+    subprocess.run([*control, "--dump"], check=True, capture_output=True)
 
 
 def report(figures: list[Figure]) -> None:
@@ -179,11 +195,11 @@ def main() -> None:
         "--logprobs", type=lambda text: None if text == "none" else int(text), help="none, or a number (default: none)"
     )
     parser.add_argument("--instructions", action="store_true", help="count machine instructions too, under valgrind")
-    parser.add_argument("--count-only", type=int, metavar="B", help=argparse.SUPPRESS)
+    parser.add_argument("--count-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    if args.count_only is not None:
-        count_only(args.count_only, args.logprobs)
+    if args.count_only:
+        count_only(args.batch, args.logprobs)
         return
     figures = measure(sorted(args.batch), args.logprobs, count_instructions=args.instructions)
     if args.json:
