@@ -103,16 +103,19 @@ def _fault(model: PreTrainedModel, runner: ModelRunner | None, config: EngineCon
             + "in the environment before this process computes anything (rollspan serve does so)"
         )
     trainer.register()
-    with InvariantMode():
-        check = SelfCheck(
-            model,
-            vocab_size=vocab_size,
-            block_size=config.block_size,
-            device=model.device,
-            lengths=_LENGTHS,
-            reference=trainer.NAME,
-            tolerance=0.0,
-        )
+    try:
+        with InvariantMode():
+            check = SelfCheck(
+                model,
+                vocab_size=vocab_size,
+                block_size=config.block_size,
+                device=model.device,
+                lengths=_LENGTHS,
+                reference=trainer.NAME,
+                tolerance=0.0,
+            )
+    except RollspanError as error:
+        return f"with the attention of rollspan.trainer {error.message}"
     runner.allocate(check.num_blocks)
     threads = torch.get_num_threads()
     for count in sorted({1, threads}):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from engine.architectures import COMPAT, PAGED
 from engine.harness import Engine, Result
 from engine.models import CONFIGS, make_model
 from rollspan import models, trainer
@@ -68,8 +69,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
         make_model(directory, config)
         return Case(directory, "bfloat16", 12 * 16 * 256)
-    from engine.architectures import PAGED
-
     config = PAGED["gpt_oss"]()
     config.max_position_embeddings = 128
     make_model(directory, config)
@@ -245,12 +244,16 @@ def test_an_engine_without_the_flag_promises_nothing(case: Case) -> None:
 
 
 def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
-    from engine.architectures import COMPAT
-
     _, config = COMPAT["mamba"]
     make_model(tmp_path / "mamba", config())
     with pytest.raises(RollspanError, match="batch_invariant cannot be kept: this model runs one sequence at a time"):
         Engine(str(tmp_path / "mamba"), batch_invariant=True, kv_cache_memory=1 << 24)
+
+
+def test_a_model_whose_masks_are_of_its_own_kind_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "doge", PAGED["doge"]())
+    with pytest.raises(RollspanError, match=r"cannot be kept: with the attention of rollspan\.trainer Doge"):
+        Engine(str(tmp_path / "doge"), batch_invariant=True, kv_cache_memory=1 << 20)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

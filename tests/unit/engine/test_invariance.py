@@ -26,6 +26,7 @@ def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[s
 
 
 @needs_strict_mode
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_numbers_in_the_strict_mode() -> None:
     command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=500", str(TESTS / "strict_numbers.py")]
