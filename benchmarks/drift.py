@@ -1,10 +1,10 @@
 """How far the engine's log-probs are from a trainer's forward pass of the same tokens, and what it costs to make it 0.
 
 `python benchmarks/drift.py MODEL [--plot drift.png] [--json drift.json]` samples from MODEL (a directory, or the name
-of an embedded model) in each dtype, at each batch size and with prompts whole and in pieces, and compares the log-prob of
-every sampled token with that of a plain transformers forward pass of its sequence: one sequence at a time, full length,
-no cache, with transformers' own attentions (`sdpa`, `eager`). Then the same with `--batch-invariant`, where the other
-side is `rollspan.trainer.score`. MKL's mode belongs to a process, so that each configuration runs in its own.
+of an embedded model) in each dtype, at each batch size and with prompts whole and in pieces, and compares the log-prob
+of every sampled token with that of a plain transformers forward pass of its sequence: one sequence at a time, full
+length, no cache, with transformers' own attentions (`sdpa`, `eager`). Then the same with `--batch-invariant`, where the
+other side is `rollspan.trainer.score`. MKL's mode belongs to a process, so that each configuration runs in its own.
 
 The cost of `--batch-invariant` is the CPU time of generating, best of the rounds, which alternate.
 """
@@ -158,23 +158,26 @@ def plot(cells: list[Cell], path: Path) -> None:
     from matplotlib import pyplot
 
     dtypes = list(dict.fromkeys(c.dtype for c in cells))
-    figure, panels = pyplot.subplots(1, len(dtypes), figsize=(5.5 * len(dtypes), 4.2), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(dtypes), figsize=(5.5 * len(dtypes), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    labels: dict[str, Any] = {}
     for panel, dtype in zip(panels[0], dtypes, strict=True):
         mine = [c for c in cells if c.dtype == dtype]
-        for key in dict.fromkeys((c.reference, c.prompts) for c in mine):
-            line = [c for c in mine if (c.reference, c.prompts) == key]
+        for reference, prompts in dict.fromkeys((c.reference, c.prompts) for c in mine):
+            line = [c for c in mine if (c.reference, c.prompts) == (reference, prompts)]
             places = range(len(line))
-            label = f"{key[0]}, prompts {key[1]}"
-            drawn = panel.plot(places, [c.maximum for c in line], marker="o", label=f"{label}: max")
-            panel.plot(places, [c.mean for c in line], "--", color=drawn[0].get_color(), marker=".")
+            (drawn,) = panel.plot(places, [c.maximum for c in line], marker="o")
+            panel.plot(places, [c.mean for c in line], "--", color=drawn.get_color(), marker=".")
             panel.set_xticks(list(places), [str(c.batch) for c in line])
-        panel.set_yscale("symlog", linthresh=1e-8)
-        panel.set_ylim(bottom=-2e-9)
+            flag = " (--batch-invariant)" if line[0].batch_invariant else ""
+            labels[f"{reference}{flag}, prompts {prompts}"] = drawn
         panel.set_title(dtype)
         panel.set_xlabel("batch size")
-        panel.legend(fontsize=7)
+    panels[0][0].set_yscale("symlog", linthresh=1e-8)
+    panels[0][0].set_ylim(-2e-9, 3 * max(c.maximum for c in cells))
     panels[0][0].set_ylabel("|delta log-prob|: solid max, dashed mean")
-    figure.tight_layout()
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=7)
     figure.savefig(path, dpi=140)
 
 
