@@ -80,8 +80,8 @@ def test_every_field_of_the_engine_config_is_a_flag() -> None:
     for field in dataclasses.fields(EngineConfig):
         if field.metadata.get("positional"):
             continue
-        value = values.setdefault(field.name, "7")
-        arguments += ["--" + field.name.replace("_", "-"), value]
+        flag = "--" + field.name.replace("_", "-")
+        arguments += [flag] if "bool" in str(field.type) else [flag, values.get(field.name, "7")]
     config = flags.engine_config(flags.Parser(), parsed(*arguments))
     assert config.model == str(models.path("add2-sft"))
     assert (config.block_size, config.weight_version, config.dtype) == (7, "7", "bfloat16")
