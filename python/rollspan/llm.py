@@ -86,8 +86,14 @@ class LLM:
         ]
         states: list[RequestState] = []
         try:
+            ended, failures = 0, self._processor.failures
             states.extend(self._open(one) for one in admitted)
-            while not _settled(states):
+            while True:
+                while ended < len(states) and states[ended].finished:
+                    ended += 1
+                failed = self._processor.failures != failures and any(state.error is not None for state in states)
+                if failed or ended == len(states):
+                    break
                 still_open = len(self._processor)
                 while len(self._processor) == still_open:
                     self._step_or_raise()
@@ -255,11 +261,6 @@ class LLM:
         siblings = self._processor.process(message)
         if siblings:
             self._engine.abort(siblings)
-
-
-def _settled(states: list[RequestState]) -> bool:
-    """True when every request has ended, or one has failed, which ends the batch."""
-    return all(state.finished for state in states) or any(state.error is not None for state in states)
 
 
 def _nobody_sleeps() -> None:

@@ -138,6 +138,8 @@ class OutputProcessor:
     def __init__(self) -> None:
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
+        #: Requests that have failed so far.
+        self.failures = 0
 
     def __len__(self) -> int:
         """Number of open requests."""
@@ -223,6 +225,7 @@ class OutputProcessor:
 
     def _fail(self, state: RequestState, error: RollspanError) -> list[str]:
         to_abort = self._close(state)
+        self.failures += 1
         state.fail(error)
         return to_abort
 

@@ -187,3 +187,24 @@ def test_a_request_that_fails_takes_nothing_from_the_others(llm: LLM) -> None:
     assert caught.value.reason == "engine_paused"
     (output,) = llm.step()
     assert (output.request_id, output.finished, output.outputs[0].token_ids) == ("good", True, [1] * 6)
+
+
+def test_the_log_probs_of_a_prompt_and_what_the_cache_had_of_it_are_told(llm: LLM) -> None:
+    prompt = [5, 6, 7, 8] * 10
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, n=2, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], params)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    tokens = [next(iter(position)) for position in output.prompt_logprobs[1:] if position is not None]
+    assert tokens == prompt[1:]
+    plain = SamplingParams(temperature=0.0, max_tokens=2)
+    assert llm.generate([prompt], plain)[0].num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], plain)[0].num_cached_tokens == 0
+
+
+def test_what_only_the_engine_can_refuse_names_its_field(llm: LLM) -> None:
+    with pytest.raises(RollspanError) as refusal:
+        llm.generate([5], SamplingParams(routed_experts=True))
+    assert (refusal.value.reason, refusal.value.param) == ("unsupported_field", "sampling_params.routed_experts")
+    assert llm.server_info()["dtype"] == "float32"

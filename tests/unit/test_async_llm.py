@@ -169,6 +169,8 @@ async def test_control_calls_are_the_engines_methods(engine: FakeEngine, llm: As
         "get_weight_version": "7",
         "get_weight_commit": 1,
         "set_weight_version": None,
+        "reset_prefix_cache": True,
+        "server_info": {"runner": "captured"},
     }
 
     def answer(method: str, *args: object) -> object:
@@ -184,6 +186,8 @@ async def test_control_calls_are_the_engines_methods(engine: FakeEngine, llm: As
     assert await llm.get_weight_version() == "7"
     assert await llm.get_weight_commit() == 1
     assert await llm.update_weight_version("eight") == "eight"
+    assert await llm.reset_prefix_cache(reset_running_requests=True)
+    assert await llm.server_info() == {"runner": "captured"}
     await llm.resume_generation()
     assert called == [
         ("pause_generation", "keep", False),
@@ -194,6 +198,8 @@ async def test_control_calls_are_the_engines_methods(engine: FakeEngine, llm: As
         ("get_weight_version",),
         ("get_weight_commit",),
         ("set_weight_version", "eight"),
+        ("reset_prefix_cache", True),
+        ("server_info",),
         ("resume_scheduler",),
     ]
 
