@@ -185,8 +185,9 @@ def run(path: Path, config: EngineConfig, *, watch_stdin: bool = False) -> int:
             signal.signal(number, process.stop)
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: keep the collector off them
-        model = core.hello().model
-        logger.info("serving %s (%s on %s) from %s", model.name, model.dtype, model.device, config.model)
+        model, facts = core.hello().model, core.facts()
+        how = f"{facts['runner']} forward, {facts['attention']} attention"
+        logger.info("serving %s (%s on %s, %s) from %s", model.name, model.dtype, model.device, how, config.model)
         process.serve(core)
     except StopSignalError:
         pass

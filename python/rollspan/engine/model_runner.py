@@ -58,6 +58,7 @@ class ModelRunner:
             self._graphs = CudaGraphs(self._eager, self._context, sizes=sizes, max_model_len=max_model_len)
         self.allocate(num_blocks)
         self._forward: Forward = self._eager
+        self._attention: list[str] = []  # backends that the layers chose when they first ran
         self._mode = InvariantMode() if config.batch_invariant else contextlib.nullcontext()
 
     @property
@@ -67,6 +68,7 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the KV cache by an empty one of ``num_blocks`` blocks, the padding block not counted."""
+        self._attention = sorted({backend.name for backend in self._context.cache.backends.values()})
         scratch = 0 if self._graphs is None else 1  # for what the padding rows of graphs write
         self._context.cache = PagedCache(num_blocks + 1 + scratch, self._config.block_size)
         if self._routing is not None:
@@ -122,8 +124,7 @@ class ModelRunner:
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells of this runner."""
-        backends = sorted({backend.name for backend in self._context.cache.backends.values()})
         runner = "eager" if self._captured is None else "captured"
         if self._graphs is not None and not self._graphs.failed:
             runner = "cuda graphs"
-        return {"runner": runner, "attention": ", ".join(backends)}
+        return {"runner": runner, "attention": ", ".join(self._attention)}
