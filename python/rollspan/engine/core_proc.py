@@ -186,7 +186,7 @@ def run(path: Path, config: EngineConfig, *, watch_stdin: bool = False) -> int:
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: keep the collector off them
         model, facts = core.hello().model, core.facts()
-        how = f"{facts['runner']} forward, {facts['attention']} attention"
+        how = f"{facts['runner']} forward, {facts.get('attention', 'its own')} attention"
         logger.info("serving %s (%s on %s, %s) from %s", model.name, model.dtype, model.device, how, config.model)
         process.serve(core)
     except StopSignalError:
