@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from rollspan.config import EngineConfig
@@ -163,46 +160,6 @@ class Progress:
                 logger.info(
                     "loading weights: %.0f %% of %.1f GB, %.0f s", 100 * share, self._bytes / 1e9, now - self._start
                 )
-
-
-def checkpoint_to_parameters(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Renames and merges tensors as transformers does when it loads a checkpoint of this model.
-
-    Args:
-        model: loaded by :func:`load_model`.
-        tensors: by their names in a checkpoint, all that belongs together at once (the experts of a layer); names
-            of the model itself are fine as well.
-
-    Returns:
-        Tensors by the model's names; those that nothing is known of keep theirs.
-
-    Raises:
-        RollspanError: ``weights_invalid``: tensors cannot be merged.
-    """
-    known = model.state_dict(keep_vars=True)
-    transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    result: dict[str, torch.Tensor] = {}
-    merged: dict[str, WeightConverter] = {}
-    for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if name in known or target not in known:
-            result[name] = tensors[name]
-        elif pattern is None:
-            result[target] = tensors[name]
-        else:
-            converter = merged.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(target, name, pattern, tensors[name])  # type: ignore[arg-type] # as for saving
-    for target, converter in merged.items():
-        try:
-            found = converter.convert(target, model=model, config=model.config)
-        except Exception as error:  # the operations raise anything
-            text = f"the tensors of {target!r} cannot be merged: {one_line(error)}"
-            raise RollspanError(text, reason="weights_invalid", param="update_info") from error
-        result.update({name: value[0] if isinstance(value, list) else value for name, value in found.items()})
-    return result
 
 
 def one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollspan.engine.checkpoint_names import CheckpointNames
 from rollspan.engine.request import Stamp
 from rollspan.engine.transfer import disk
 from rollspan.errors import RollspanError, check_label
@@ -41,6 +42,7 @@ class WeightManager:
         # Tied parameters are one object under several names: each needs one tensor, under any of its names.
         # Persistent buffers (a router's correction bias) are weights as well.
         self._names: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self._checkpoint_names = CheckpointNames(model)
         self._staged: dict[str, torch.Tensor] | None = None
         self._last_finish: str | None = None  # the label that the last finish named, until the next start
         self.label = check_label(label) if label is not None else DEFAULT_LABEL
@@ -83,7 +85,8 @@ class WeightManager:
         """Receives tensors into the staging area.
 
         Args:
-            info: ``{"path": DIR}``, or a list that holds one such object.
+            info: ``{"path": DIR}``, or a list that holds one such object. Tensors have the model's names, or those
+                of its checkpoints.
 
         Raises:
             RollspanError: ``no_update_active``; ``weights_invalid`` or ``unsupported_field`` for what cannot be
@@ -96,14 +99,16 @@ class WeightManager:
         if not isinstance(info, Mapping):
             raise _invalid('update_info must be an object such as {"path": DIR}, or a list with one such object')
         for name, tensor in disk.read_tensors(info, self._root):
-            staged[name] = self._fitted(name, tensor)
+            if name in self._names:
+                tensor = self._fitted(name, tensor)
+            elif self._checkpoint_names.target(name) is None:
+                raise _invalid(f"tensor {name!r} is none of the model's parameters")
+            staged[name] = tensor
         self._staged = staged
 
     def _fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the parameter's dtype and on its device; floating-point types convert, others don't."""
-        target = self._names.get(name)
-        if target is None:
-            raise _invalid(f"tensor {name!r} is none of the model's parameters")
+        target = self._names[name]
         if tensor.shape != target.shape:
             raise _invalid(f"tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(target.shape)}")
         if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
@@ -128,6 +133,9 @@ class WeightManager:
             return self.stamp
         staged = self._require_active()
         self._staged = None
+        parts = {name: staged.pop(name) for name in list(staged) if name not in self._names}
+        for name, tensor in self._checkpoint_names.convert(parts).items():
+            staged[name] = self._fitted(name, tensor)
         new: dict[torch.Tensor, torch.Tensor] = {}
         for name, tensor in staged.items():
             parameter = self._names[name]
