@@ -21,7 +21,7 @@ export UV_HTTP_TIMEOUT ?= 300
 export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 
-.PHONY: help setup demo test lint format bench train lock wheel clean environment cargo where uv
+.PHONY: help setup demo test test-gpu lint format bench train lock wheel clean environment cargo where uv
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,14 @@ test: setup ## Run every test: Rust, Python, both frontends, packaging
 	@if cargo nextest --version >/dev/null 2>&1; \
 	then cargo nextest run --workspace --locked --status-level slow; else cargo test --workspace --locked; fi
 	@$(RUN) pytest $(PYTEST_ARGUMENTS)
+
+test-gpu: setup ## Run what needs an NVIDIA GPU: attention and graphs against the model's own, and both measured
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "error: torch finds no NVIDIA GPU")'
+	@$(RUN) pytest tests/unit/kernels/test_attention_varlen.py tests/unit/engine/test_cuda_graphs.py $(PYTEST_ARGUMENTS)
+	@for flags in "--no-cuda-graphs --no-async-scheduling" --no-async-scheduling --no-cuda-graphs ""; do \
+		echo "== $${flags:-graphs and asynchronous scheduling}"; \
+		rollspan bench throughput --device cuda --dtype bfloat16 $$flags $(BENCH_ARGUMENTS); \
+	done
 
 lint: environment cargo ## Check style and types of both languages
 	@$(RUN) ruff check .
