@@ -92,14 +92,9 @@ def sample(
         draws = uniforms(rows["seed"], rows["position"])
         return sampling_torch.sample_rows(model, scores, rows, draws, raw_logprobs=raw_logprobs)
     result = SampleResult.room(np.minimum(rows["num_top"], logits.shape[1]))
-    wanted = rows["num_top"] >= 0
-    if exact_logprobs and bool(wanted.any()):
-        quiet = rows.copy()
-        quiet["num_top"] = -1
-        sampling_native.sample_rows(logits, quiet, edited, result, raw_logprobs=False)
+    sampling_native.sample_rows(logits, rows, edited, result, raw_logprobs=raw_logprobs)
+    if exact_logprobs:
         _report_exactly(logits, rows, edited, result, raw_logprobs=raw_logprobs)
-    else:
-        sampling_native.sample_rows(logits, rows, edited, result, raw_logprobs=raw_logprobs)
     return result
 
 
@@ -153,20 +148,21 @@ def _both(logits: Tensor, edited: Edited | None) -> tuple[Tensor, Tensor]:
 def _report_exactly(
     logits: Tensor, rows: Rows, edited: Edited | None, result: SampleResult, *, raw_logprobs: bool
 ) -> None:
-    """Log-probs by torch for tokens that the extension chose."""
+    """Replaces the log-probs by those of torch, for the tokens that the extension found."""
     index = np.flatnonzero((rows["num_top"] >= 0) & result.valid)
-    at = torch.from_numpy(index)
-    model, scores = (values.index_select(0, at) for values in _both(logits, edited))
-    mine, tokens = rows[index], torch.from_numpy(result.token_ids[index])
-    distribution = model
+    if not index.size:
+        return
+    base = logits if raw_logprobs or edited is None else _both(logits, edited)[1]
+    values = (base if len(index) == len(rows) else base.index_select(0, torch.from_numpy(index))).float()
+    mine = rows[index]
+    filled = np.arange(result.ids.shape[1]) <= mine["num_top"][:, None]
+    ids = torch.from_numpy(np.where(filled, result.ids[index], 0).astype(np.int64))
     if not raw_logprobs:
-        scaled = (
-            scores / torch.from_numpy(np.where(mine["temperature"] == 0, np.float32(1), mine["temperature"]))[:, None]
-        )
+        temperature = np.where(mine["temperature"] == 0, np.float32(1), mine["temperature"])
+        if (temperature != 1).any():
+            values = values / torch.from_numpy(temperature)[:, None]
+        kept = sampling_torch.truncate(values, mine)
         # Where the two disagree about the last token that stays, the one that was chosen did stay.
-        chosen = tokens[:, None]
-        distribution = sampling_torch.truncate(scaled, mine).scatter(1, chosen, scaled.gather(1, chosen))
-    part = SampleResult.room(np.minimum(mine["num_top"], logits.shape[1]))
-    part.outcomes[:] = result.outcomes[index]
-    sampling_torch.report(part, model if raw_logprobs else scores, distribution, tokens, mine["num_top"])
-    result.put(index, part)
+        chosen = ids[:, :1]
+        values = kept if kept is values else kept.scatter(1, chosen, values.gather(1, chosen))
+    result.logprobs[index] = torch.log_softmax(values, dim=-1).gather(1, ids).numpy()
