@@ -34,7 +34,11 @@ class EngineConfig:
     device: str = _option("auto", "cpu, cuda, cuda:N or auto (cuda where there is a GPU)")
     max_model_len: int | None = _option(None, "most tokens of prompt and output together (default: the model's limit)")
     max_num_seqs: int = _option(256, "most sequences in one step")
-    max_num_batched_tokens: int = _option(2048, "most tokens in one step; longer prompts are computed in pieces")
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most tokens in one step; longer prompts are computed in pieces (default: 512 on a CPU, where a step of more "
+        "would keep running requests waiting for seconds, 2048 on CUDA; never less than --max-num-seqs)",
+    )
     block_size: int = _option(16, "tokens per KV block; on CUDA devices, a multiple of 256: less is rounded up")
     enable_prefix_caching: bool = _option(True, "requests share the KV blocks of equal prefixes, within one commit")
     async_scheduling: bool | None = _option(
@@ -70,7 +74,6 @@ class EngineConfig:
             self._check(name, value is None or (isinstance(value, str) and value != ""), "a string that is not empty")
         for name, low in (
             ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
             ("block_size", 1),
             ("max_logprobs", 0),
             ("engine_index", 0),
@@ -79,12 +82,12 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "cuda_graphs", "batch_invariant", "enable_return_routed_experts"):
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
         self._check("async_scheduling", self.async_scheduling in (None, True, False), "true or false")
-        for name in ("max_model_len", "kv_cache_memory", "num_threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_threads"):
             value = getattr(self, name)
             least = 2 if name == "max_model_len" else 1
             self._check(name, value is None or is_int(value, least, 2**63 - 1), f"an integer of at least {least}")
         self._check("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), f"an integer from 0 to {2**63 - 1}")
-        enough = self.max_num_batched_tokens >= self.max_num_seqs
+        enough = self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_num_seqs
         self._check("max_num_batched_tokens", enough, f"at least max_num_seqs ({self.max_num_seqs})")
         self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._check("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
@@ -98,6 +101,12 @@ class EngineConfig:
         if not good:
             value = shown(getattr(self, name))
             raise RollspanError(f"{name} must be {allowed}, got {value}", reason="invalid_request", param=name)
+
+    def token_budget(self, device_type: str) -> int:
+        """``max_num_batched_tokens``, or its default on a kind of device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(512 if device_type == "cpu" else 2048, self.max_num_seqs)
 
     def model_directory(self) -> Path:
         """Where the model is, checked without loading anything.

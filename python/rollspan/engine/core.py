@@ -86,7 +86,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             BlockPool(self._placement.num_blocks, config.block_size),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget(device.type),
             max_scored_tokens=self._placement.max_scored_tokens,
             prefix_caching=config.enable_prefix_caching and self._placement.shares_blocks,
         )
@@ -109,7 +109,7 @@ class EngineCore:
             limits=m.Limits(
                 max_model_len=self._placement.max_model_len,
                 max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
                 max_logprobs=self.config.max_logprobs,
                 vocab_size=self._placement.vocab_size,
                 block_size=self.config.block_size,

@@ -17,7 +17,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("device", value) for value in ("tpu", "cuda:", "cuda:x", "cuda:-1", "", None, 5)),
     *(("max_model_len", value) for value in (1, 0, -1, 1.5, "64", True)),
     *(("max_num_seqs", value) for value in (0, -1, 1.0, None, "1", True)),
-    *(("max_num_batched_tokens", value) for value in (0, 255, -1, 2048.0, None)),
+    *(("max_num_batched_tokens", value) for value in (0, 255, -1, 2048.0)),
     *(("block_size", value) for value in (0, -1, 1.0, None, True)),
     *(("kv_cache_memory", value) for value in (0, -1, 1.0, "1GB", True)),
     *(("max_logprobs", value) for value in (-1, 1.0, None, True)),
