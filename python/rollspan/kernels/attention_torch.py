@@ -195,23 +195,22 @@ class _Layer:
 
     def prefill(self, query: Tensor, batch: AttentionBatch, chunk: _Chunk, sinks: Tensor | None) -> Tensor:
         """``[Q, kv_heads, group, Dv]`` of one sequence; query ``[Q, kv_heads, group, D]``."""
-        rows, kv_heads = query.shape[:2]
-        query = query.transpose(0, 1)  # [kv_heads, Q, group, D]
-        softmax = _Softmax(tuple(query.shape[:-1]), self.values.shape[-1], _spread(sinks), query.device)
+        rows, kv_heads, group, dim = query.shape
+        # Tokens and the heads of a group are rows of one matrix product.
+        query = query.transpose(0, 1).reshape(kv_heads, rows * group, dim)
+        head_sinks = None if sinks is None else sinks.repeat(1, rows, 1)
+        softmax = _Softmax((kv_heads, rows * group), self.values.shape[-1], head_sinks, query.device)
         table = batch.block_table[chunk.sequence : chunk.sequence + 1]
-        last = chunk.first_position + torch.arange(rows, device=query.device)
-        end = chunk.first_position + rows
-        for tile in range(self.first_tile(chunk.first_position), end, TILE):
-            start = max(0, tile - chunk.first_position)
-            stop = rows if self.sliding_window is None else tile + TILE - 1 + self.sliding_window - chunk.first_position
-            seen = slice(start, min(rows, stop))
+        first = chunk.first_position
+        last = torch.arange(first, first + rows, device=query.device).repeat_interleave(group)
+        for tile in range(self.first_tile(first), first + rows, TILE):
+            stop = rows if self.sliding_window is None else min(rows, tile + TILE - 1 + self.sliding_window - first)
+            seen = slice(max(0, tile - first) * group, stop * group)
             positions, keys, values = self.tile(table, tile)
+            values[0].masked_fill_((positions >= first + rows)[:, None], 0.0)
             visible = self.visible(positions, last[seen, None])
-            values[0].masked_fill_((positions >= end)[:, None], 0.0)
-            part = query[:, seen]
-            scores = self.scores(part.reshape(kv_heads, -1, part.shape[-1]), keys[0]).view(*part.shape[:-1], TILE)
-            softmax.add((slice(None), seen), scores, visible[:, None], values[0][:, None])
-        return softmax.result().transpose(0, 1)
+            softmax.add((slice(None), seen), self.scores(query[:, seen], keys[0]), visible, values[0])
+        return softmax.result().view(kv_heads, rows, group, -1).transpose(0, 1)
 
     def visible(self, positions: Tensor, last: Tensor) -> Tensor:
         """Whether rows at ``last`` (int64 ``[N, 1]``) see ``positions``: boolean ``[N, TILE]``."""
@@ -224,8 +223,3 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     if rows.shape[-2] > 1:
         return torch.matmul(rows, matrix)
     return torch.matmul(rows.expand(*rows.shape[:-2], 2, -1), matrix)[..., :1, :]
-
-
-def _spread(sinks: Tensor | None) -> Tensor | None:
-    """``[kv_heads, 1, group, 1]``, beside the rows of a chunk."""
-    return None if sinks is None else sinks[:, None]

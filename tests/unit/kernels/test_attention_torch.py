@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,3 +61,35 @@ def test_any_mix_of_chunks_gives_dense_attention(
     results = sequences.run(TorchAttention(), sequences.staggered(chunks), stale=math.inf)
     for result, expected in zip(results, sequences.reference(), strict=True):
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=3e-6)
+
+
+PROGRAM = """
+import math, torch
+from kernels.attention_cases import Sequences
+from kernels.test_attention_torch import SHAPES
+from rollspan.kernels.attention import TorchAttention
+
+for shape in SHAPES:
+    sequences = Sequences(shape, [1, 65, 200, 64, 17])
+    expected = sequences.run(TorchAttention(), sequences.at_once())
+    for schedule in (sequences.one_by_one(), sequences.chunked(1), sequences.chunked(50), sequences.staggered([7, 1])):
+        results = sequences.run(TorchAttention(), schedule, stale=math.nan)
+        assert all(torch.equal(*pair) for pair in zip(results, expected)), shape
+"""
+
+
+def strict_branch() -> str | None:
+    """MKL's branch whose strict mode this CPU has; it has none for other makers' CPUs."""
+    facts = Path("/proc/cpuinfo")
+    text = facts.read_text(encoding="utf-8") if facts.exists() else ""
+    if "GenuineIntel" not in text or not torch.backends.mkl.is_available():
+        return None
+    return next((branch for flag, branch in (("avx512f", "AVX512"), ("avx2", "AVX2")) if flag in text), None)
+
+
+def test_with_strict_matrix_products_no_schedule_changes_a_bit() -> None:
+    if (branch := strict_branch()) is None:
+        pytest.skip("no MKL, or no CPU that its strict mode knows")
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    environment = os.environ | {"MKL_CBWR": f"{branch},STRICT", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=110)
