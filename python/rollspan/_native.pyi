@@ -10,9 +10,16 @@ __all__ = [
     "SpanBuilder",
     "__version__",
     "decode_outputs",
+    "gated",
     "kernel_isa",
     "kernel_threads",
+    "linear",
+    "linear_rows",
     "paged_attention",
+    "rms_norm",
+    "rotary",
+    "sample_rows",
+    "score_rows",
     "set_kernel_isa",
     "set_kernel_threads",
 ]
@@ -46,6 +53,65 @@ def sample_rows(description: tuple[int, ...], raw_logprobs: bool) -> None:
 
 def score_rows(description: tuple[int, ...]) -> None:
     """As :func:`sample_rows`, for tokens that are given."""
+
+def rms_norm(
+    element_type: int,
+    rows: int,
+    columns: int,
+    input: int,
+    input_stride: int,
+    addend: int,
+    addend_stride: int,
+    sum: int,
+    weight: int,
+    scaling_type: int,
+    epsilon: float,
+    output: int,
+    /,
+) -> None:
+    """Called by :mod:`rollspan.kernels.fused`, as :func:`rotary` and :func:`gated`: addresses, strides and sizes."""
+
+def rotary(
+    element_type: int,
+    rows: int,
+    head_dim: int,
+    cos: int,
+    cos_stride: int,
+    sin: int,
+    sin_stride: int,
+    scaling_type: int,
+    epsilon: float,
+    query: tuple[int, int, int, int, int, int],
+    key: tuple[int, int, int, int, int, int],
+    /,
+) -> None:
+    """Of queries and keys: heads, input and its row stride, output and its row stride, the norm's weight (0: none)."""
+
+def gated(
+    element_type: int,
+    activation: int,
+    rows: int,
+    columns: int,
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    output: int,
+    /,
+) -> None:
+    """An activated gate times another tensor."""
+
+def linear(
+    rows: int, depth: int, input: int, input_stride: int, weights: Sequence[tuple[int, int, int]], output: int, /
+) -> None:
+    """Called by :mod:`rollspan.kernels.linear`: bfloat16; of each weight the address, the outputs, the bias (0: none).
+
+    Raises:
+        ValueError: more than :func:`linear_rows` rows.
+    """
+
+def linear_rows() -> int:
+    """Most rows that :func:`linear` takes; 0 where the CPU lacks what it needs."""
 
 def kernel_isa() -> str:
     """The instruction set that kernels run with: ``avx512``, ``avx2`` or ``portable``."""

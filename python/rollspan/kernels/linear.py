@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollspan.kernels import native
+
 #: Rows that the layout is chosen for; it serves any number.
 _TYPICAL_ROWS = 32
+#: Products (rows times elements of the weights) up to which reading the weights as they are is quicker: calling oneDNN
+#: takes 20 us. For one row it always is.
+_FEW_PRODUCTS = 1 << 19
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -34,6 +39,10 @@ class PackedLinear:
         self._biases = biases
         self._transposed = transposed
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._depth = weights[0].shape[0 if transposed else 1]
+        self._outputs = sum(weight.numel() for weight in weights) // self._depth
+        self._read = native.module().linear if native.available() else None
+        self._few_rows = 0
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
         self.refresh()
@@ -54,7 +63,20 @@ class PackedLinear:
                 rows = [column.new_zeros(column.shape[0]) for column in columns]
                 chosen = [row if bias is None else bias for row, bias in zip(rows, self._biases, strict=True)]
                 self._bias = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+        self._few_rows = 0
+        if self._read is not None and not self._transposed and all(w.is_contiguous() for w in self._weights):
+            few = max(1, _FEW_PRODUCTS // (self._depth * self._outputs))
+            self._few_rows = min(few, native.module().linear_rows())
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., K] -> [..., N]``."""
-        return self._multiply(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        rows = x.numel() // self._depth
+        if rows > self._few_rows or self._read is None or not x.is_contiguous():
+            return self._multiply(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        output = torch.empty((*x.shape[:-1], self._outputs), dtype=x.dtype)
+        matrices = [
+            (weight.data_ptr(), weight.shape[0], 0 if bias is None else bias.data_ptr())
+            for weight, bias in zip(self._weights, self._biases, strict=True)
+        ]
+        self._read(rows, self._depth, x.data_ptr(), self._depth, matrices, output.data_ptr())
+        return output

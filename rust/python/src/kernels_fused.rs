@@ -4,7 +4,7 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use rollspan_kernels::fused::{Activation, Gated, Heads, Norm, Rotary, Scaling, Type};
+use rollspan_kernels::fused::{Activation, Gated, Heads, Linear, MOST_ROWS, Norm, Rotary, Scaling, Type, Weight};
 
 /// Elements from which a call lets other Python threads run.
 const DETACH: usize = 1 << 16;
@@ -131,4 +131,32 @@ pub(crate) fn gated(
     };
     let kernel = Gated { rows, columns, gate: (gate, gate_stride), up: (up, up_stride), activation, output };
     run!(py, kernel, element_type)
+}
+
+/// Most rows that [`linear`] takes; 0 where this CPU lacks what it needs.
+#[pyfunction]
+pub(crate) fn linear_rows() -> usize {
+    if Linear::is_available() { MOST_ROWS } else { 0 }
+}
+
+/// A linear layer of few rows in bfloat16; of each weight the address, the outputs and the address of the bias.
+#[pyfunction]
+#[pyo3(signature = (rows, depth, input, input_stride, weights, output, /))]
+pub(crate) fn linear(
+    py: Python<'_>,
+    rows: usize,
+    depth: usize,
+    input: usize,
+    input_stride: usize,
+    weights: Vec<(usize, usize, usize)>,
+    output: usize,
+) -> PyResult<()> {
+    let weights: Vec<_> =
+        weights.into_iter().map(|(address, outputs, bias)| Weight { address, outputs, bias }).collect();
+    let kernel = Linear { rows, depth, input: (input, input_stride), weights: &weights, output };
+    #[expect(unsafe_code, reason = "the addresses are those of tensors that the caller holds")]
+    // SAFETY: the caller of the extension vouches for addresses, strides and sizes.
+    let compute = || unsafe { kernel.run() };
+    let done = if kernel.size() >= DETACH { py.detach(compute) } else { compute() };
+    if done { Ok(()) } else { Err(PyValueError::new_err("too many rows, or a CPU without bfloat16 products")) }
 }

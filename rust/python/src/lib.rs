@@ -20,7 +20,7 @@ mod _native {
     #[pymodule_export]
     use crate::kernels::{kernel_isa, kernel_threads, set_kernel_isa, set_kernel_threads};
     #[pymodule_export]
-    use crate::kernels_fused::{gated, rms_norm, rotary};
+    use crate::kernels_fused::{gated, linear, linear_rows, rms_norm, rotary};
     #[pymodule_export]
     use crate::kernels_attention::paged_attention;
     #[pymodule_export]

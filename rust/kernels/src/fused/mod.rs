@@ -1,12 +1,14 @@
-//! Fused elementwise operations of the forward pass: RMS norm, rotary embedding, gated activation.
+//! Fused operations of the forward pass: RMS norm, rotary embedding, gated activation; and linear layers of few rows.
 //!
 //! Every result is rounded to the element type where the unfused operations of `transformers` round it.
 
 mod gated;
+mod linear;
 mod norm;
 mod rotary;
 
 pub use gated::{Activation, Gated};
+pub use linear::{Linear, MOST_ROWS, Weight};
 pub use norm::{Norm, Scaling};
 pub use rotary::{Heads, Rotary};
 
