@@ -27,6 +27,7 @@ from rollspan.engine.stats import prefill_stats, scheduler_stats
 from rollspan.engine.text import TextRules
 from rollspan.engine.weights import WeightManager
 from rollspan.errors import RollspanError, shown, wrong_value
+from rollspan.kernels import native
 from rollspan.protocol import messages as m
 
 logger = logging.getLogger("rollspan.engine")
@@ -78,6 +79,7 @@ class EngineCore:
         device = select_device(config.device)
         if config.num_threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 2) - 1))
+        native.set_num_threads(torch.get_num_threads())
         prepare(config)
         model, self._model_facts = load_model(config, device)
         config = self.config = fit(config, device, model.dtype)
