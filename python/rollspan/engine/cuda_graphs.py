@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rollspan.engine.attention import PagedCache, StepContext
+from rollspan.engine.loader import one_line
 from rollspan.kernels.attention import AttentionBatch
 
 logger = logging.getLogger("rollspan.engine")
@@ -47,8 +48,7 @@ class Recorder:
 class StepBuffers:
     """Inputs of recorded steps, at addresses that stay; rows that no sequence of the step uses hold padding.
 
-    A padding row is a sequence of one token, whichever, with its keys and values in the last block of the cache: block
-    0 has to keep its zeros.
+    A padding row is a sequence of one token whose keys and values lie in the last block: block 0 has to keep its zeros.
     """
 
     def __init__(self, rows: int, max_model_len: int, cache: PagedCache, device: torch.device) -> None:
@@ -133,8 +133,7 @@ class CudaGraphs:
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
         """Logits ``[S, vocabulary]``; those of a decode step are overwritten by the next one, on the same stream."""
-        batch = self._context.batch
-        assert batch is not None, "no step is running"
+        assert (batch := self._context.batch) is not None, "no step is running"
         rows = batch.seq_lens.shape[0]
         if self.failed or batch.max_query_len > 1 or not sample_rows.shape[0] <= rows <= self._sizes[-1]:
             return self._forward(input_ids, positions, sample_rows)
@@ -157,8 +156,7 @@ class CudaGraphs:
             result = self._logits[:size]  # in one place for all graphs: what they compute in, others overwrite
             self._replays[size] = self._recorder(lambda: result.copy_(self._run(size)))
         except Exception as error:  # noqa: BLE001 (model code may raise anything)
-            text = " ".join(str(error).split())[:200]
-            logger.warning("decode steps run without CUDA graphs: %s: %s", type(error).__name__, text)
+            logger.warning("decode steps run without CUDA graphs: %s", one_line(error))
             self.failed = True
             self._replays.clear()
         return not self.failed
