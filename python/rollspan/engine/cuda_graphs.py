@@ -133,7 +133,8 @@ class CudaGraphs:
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
         """Logits ``[S, vocabulary]``; those of a decode step are overwritten by the next one, on the same stream."""
-        assert (batch := self._context.batch) is not None, "no step is running"
+        batch = self._context.batch
+        assert batch is not None, "no step is running"
         rows = batch.seq_lens.shape[0]
         if self.failed or batch.max_query_len > 1 or not sample_rows.shape[0] <= rows <= self._sizes[-1]:
             return self._forward(input_ids, positions, sample_rows)
@@ -157,8 +158,7 @@ class CudaGraphs:
             self._replays[size] = self._recorder(lambda: result.copy_(self._run(size)))
         except Exception as error:  # noqa: BLE001 (model code may raise anything)
             logger.warning("decode steps run without CUDA graphs: %s", one_line(error))
-            self.failed = True
-            self._replays.clear()
+            self.failed, self._replays = True, {}
         return not self.failed
 
     def _run(self, size: int) -> torch.Tensor:
