@@ -64,13 +64,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             num_attention_heads=3,
             num_key_value_heads=1,
             head_dim=32,
-            max_position_embeddings=128,
+            max_position_embeddings=512,
             initializer_range=0.2,
         )
         make_model(directory, config)
         return Case(directory, "bfloat16", 12 * 16 * 256)
     config = PAGED["gpt_oss"]()
-    config.max_position_embeddings = 128
+    config.max_position_embeddings = 512
     make_model(directory, config)
     return Case(directory, "float32", 12 * 16 * 256)
 
@@ -152,6 +152,20 @@ def test_traffic_gets_the_trainers_bits_and_those_of_a_lone_run(case: Case) -> N
         lone.run()
         assert alone.token_ids == result.token_ids
         assert same_bits(log_probs(alone), log_probs(result))
+
+
+def test_long_sequences_keep_the_promise(case: Case) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 16) for _ in range(length)] for length in (390, 290)]
+    engine = case.engine(max_model_len=512, kv_cache_memory=1 << 22, max_num_batched_tokens=50)
+    results = [
+        engine.add(f"long-{i}", prompt, logprobs=0, max_tokens=40, ignore_eos=True, temperature=1.0, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    engine.run()
+    model = case.trainer()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert same_bits(log_probs(result), expected(model, prompt + result.token_ids)[len(prompt) - 1 :])
 
 
 def test_threads_and_block_sizes_change_no_bit(case: Case) -> None:
