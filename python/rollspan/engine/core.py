@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import rollspan
@@ -340,6 +341,8 @@ class EngineCore:
                 scores = self._sampler.prompt_logprobs(rows, request.token_ids[start:stop], count)
                 request.prompt_logprobs.append(scores)
                 request.num_scored_tokens = stop
+                if np.isnan(scores.logprobs).any() and request.status is not RequestStatus.FINISHED:
+                    self._fail(request, "nan_logits", "the model's logits are not finite in the prompt")
 
     def _fail_step(self, scheduled: list[ScheduledRequest], error: Exception) -> None:
         """Ends the requests of a step that raised; the others' state was not touched by it."""
@@ -348,9 +351,14 @@ class EngineCore:
             request = entry.request
             if request.status is RequestStatus.FINISHED:
                 continue
-            self.scheduler.finish(request)
-            failure = m.EngineError("engine_error", f"the step failed: {type(error).__name__}: {error}")
-            self._deliver_terminal(request.client_index, request.request_id, failure, request.admission)
+            self._fail(request, "engine_error", f"the step failed: {type(error).__name__}: {error}")
+
+    def _fail(self, request: Request, code: str, message: str) -> None:
+        """Ends a request with an error; what it has said stays said."""
+        self.scheduler.finish(request)
+        self._deliver_terminal(
+            request.client_index, request.request_id, m.EngineError(code, message), request.admission
+        )
 
     def _after_step(self) -> None:
         self._control.after_step()

@@ -107,13 +107,13 @@ class WeightManager:
         self._staged = staged
 
     def _fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the parameter's dtype and on its device; floating-point types convert, others don't."""
+        """The tensor in the parameter's dtype, in host memory; floating-point types convert, others don't."""
         target = self._names[name]
         if tensor.shape != target.shape:
             raise _invalid(f"tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(target.shape)}")
         if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
             raise _invalid(f"tensor {name!r} has dtype {tensor.dtype}, the model needs {target.dtype}")
-        return tensor.to(device=target.device, dtype=target.dtype)
+        return tensor.to(dtype=target.dtype)
 
     def finish(self, label: Any = None) -> Stamp:
         """Verifies the staged update and publishes weights, label and commit number together.
@@ -149,7 +149,7 @@ class WeightManager:
             if parameter.device.type == "cpu":
                 parameter.data = tensor  # a pointer swap: cannot fail half-way
             else:
-                parameter.data.copy_(tensor)  # addresses stay, for captured graphs
+                parameter.data.copy_(tensor)  # upload; addresses stay, for captured graphs
         self.label = new_label
         self._last_finish = None if label is None else new_label
         self.commit += 1

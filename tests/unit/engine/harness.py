@@ -66,7 +66,7 @@ class Engine:
         if isinstance(model, TinyModel) and "kv_cache_memory" not in config:
             block = model.bytes_per_token * config.get("block_size", 16)
             config["kv_cache_memory"] = block * (1 + config.pop("num_blocks", 64))
-        self.core = EngineCore(EngineConfig(model=path, num_threads=1, **config))
+        self.core = EngineCore(EngineConfig(model=path, num_threads=1, **{"device": "cpu", **config}))
         self.hello = self.core.hello()
         self.results: dict[str, Result] = {}
         self.stats: dict[int, list[dict[str, Any]]] = {}

@@ -134,3 +134,15 @@ def test_prompt_logprobs_are_the_models_own_in_any_pieces(budget: int) -> None:
     assert json.dumps(scores.sampled_ranks.tolist())  # plain integers
     ranks = (logprobs[:-1] > expected[:, :1]).sum(dim=-1) + 1
     assert scores.sampled_ranks.tolist() == ranks.tolist()
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_by_itself() -> None:
+    engine = Engine(str(DIRECTORY), kv_cache_memory=1 << 22, enable_prefix_caching=False)
+    [embedding] = engine.parameters("model.embed_tokens.weight")
+    embedding.data[PROMPT[1]] = float("nan")
+    bad = engine.add("bad", PROMPT, max_tokens=3, prompt_logprobs=0)
+    good = engine.add("good", [PROMPT[0]] * 4, max_tokens=3, prompt_logprobs=0, ignore_eos=True)
+    engine.run()
+    assert bad.error is not None
+    assert (bad.error.code, bad.finish_reason) == ("nan_logits", FinishReason.ERROR)
+    assert (good.error, len(good.token_ids)) == (None, 3)
