@@ -72,7 +72,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[PreTrainedMo
             model, report = _from_pretrained(directory, not foreign_layers(model_config), options)
             _check_report(config.model, report)
             weights = [*model.parameters(), *model.buffers()]
-            for tensor in progress.over(weights):
+            for tensor in progress.over(weights, "copied"):
                 # Loading maps the files: whoever overwrites them would change weights under an unchanged label.
                 tensor.data = tensor.data.clone() if device.type == "cpu" else tensor.data.to(device)
         model.requires_grad_(False)
@@ -143,23 +143,23 @@ class Progress:
         self._previous: Any = None
 
     def __enter__(self) -> Progress:
-        self._previous = transformers_logging.set_tqdm_hook(lambda _, args, __: self.over(*args[:1]))
+        self._previous = transformers_logging.set_tqdm_hook(
+            lambda make, args, options: self.over(args[0], "read") if args else make(*args, **options)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         transformers_logging.set_tqdm_hook(self._previous)
 
-    def over(self, items: Any) -> Iterator[Any]:
-        """Yields the items of a collection; the share of those done is reported."""
+    def over(self, items: Any, done: str) -> Iterator[Any]:
+        """Yields the items of a collection; the share of those that are ``done`` is reported."""
         for index, item in enumerate(items):
             yield item
             now = time.monotonic()
             if now - self._last >= 1.0:
                 self._last = now
-                share = (index + 1) / len(items)
-                logger.info(
-                    "loading weights: %.0f %% of %.1f GB, %.0f s", 100 * share, self._bytes / 1e9, now - self._start
-                )
+                percent, seconds = 100 * (index + 1) // len(items), now - self._start
+                logger.info("loading weights: %d %% of %.1f GB %s, %.0f s", percent, self._bytes / 1e9, done, seconds)
 
 
 def one_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.conftest import TOKENS, References
 from engine.harness import Engine
 from engine.models import CONFIGS, VOCABULARY, TinyModel, make_model
+from rollspan.engine import loader
 from rollspan.errors import RollspanError
 
 WEIGHTS = "model.safetensors"
@@ -234,3 +236,25 @@ def test_a_device_that_does_not_exist_is_refused(llama: TinyModel) -> None:
 def test_all_tiny_models_of_these_tests_load(tiny: Callable[[str], TinyModel]) -> None:
     architectures = {Engine(tiny(kind)).hello.model.architecture for kind in CONFIGS}
     assert len(architectures) == len(CONFIGS)
+
+
+def test_a_long_load_is_reported_once_a_second_and_a_short_one_not_at_all(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(loader.time, "monotonic", lambda: now)
+    (checkpoint / WEIGHTS).write_bytes(b"")
+    os.truncate(checkpoint / WEIGHTS, 5_000_000_000)
+    caplog.set_level("INFO", logger="rollspan.engine")
+    with loader.Progress(checkpoint) as progress:
+        for _ in progress.over(range(3), "read"):
+            now += 0.5
+        assert not caplog.records
+        for _ in progress.over(range(8), "copied"):
+            now += 0.5
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading weights: 12 % of 5.0 GB copied, 2 s",
+        "loading weights: 37 % of 5.0 GB copied, 3 s",
+        "loading weights: 62 % of 5.0 GB copied, 4 s",
+        "loading weights: 87 % of 5.0 GB copied, 5 s",
+    ]
