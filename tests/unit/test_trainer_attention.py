@@ -86,8 +86,8 @@ def test_gradients_pass_gradcheck(window: int | None, softcap: float | None, wit
 
 def test_gradients_of_more_rows_than_are_held_at_a_time() -> None:
     generator = torch.Generator().manual_seed(3)
-    states = [torch.randn(1, 2, 600, 8, generator=generator).requires_grad_() for _ in range(3)]
-    upstream = torch.randn(1, 600, 2, 8, generator=generator)
+    states = [torch.randn(1, 2, 600, 32, generator=generator).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(1, 600, 2, 32, generator=generator)
     output, _ = attention(nn.Module(), *states, None, sliding_window=300)
     found = torch.autograd.grad(output, states, upstream)
     position = torch.arange(600)
@@ -100,9 +100,9 @@ def test_gradients_of_more_rows_than_are_held_at_a_time() -> None:
 
 def test_bfloat16_gradients_are_computed_in_float32_and_come_in_bfloat16() -> None:
     generator = torch.Generator().manual_seed(4)
-    wide = [torch.randn(1, 2, 40, 16, generator=generator).bfloat16().float().requires_grad_() for _ in range(3)]
+    wide = [torch.randn(1, 2, 40, 32, generator=generator).bfloat16().float().requires_grad_() for _ in range(3)]
     narrow = [states.detach().bfloat16().requires_grad_() for states in wide]
-    upstream = torch.randn(1, 40, 2, 16, generator=generator).bfloat16()
+    upstream = torch.randn(1, 40, 2, 32, generator=generator).bfloat16()
     expected = torch.autograd.grad(attention(nn.Module(), *wide, None)[0], wide, upstream.float())
     found = torch.autograd.grad(attention(nn.Module(), *narrow, None)[0], narrow, upstream)
     for mine, theirs in zip(found, expected, strict=True):
