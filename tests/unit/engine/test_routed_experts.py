@@ -93,8 +93,12 @@ def test_the_beginning_of_the_prompt_can_be_left_out(moe: TinyModel) -> None:
     check(moe, prompt, engine.generate([prompt], **asked)[0], first=5)
 
 
-def test_who_does_not_ask_gets_none(moe: TinyModel) -> None:
-    assert start(moe.path).generate([(1, 2, 3)], max_tokens=2)[0].outputs[-1].routed_experts is None
+@pytest.mark.parametrize(("asked", "given"), [({}, True), ({"routed_experts": False}, False)])
+def test_who_does_not_ask_gets_them_and_who_declines_does_not(
+    moe: TinyModel, asked: dict[str, Any], given: bool
+) -> None:
+    last = start(moe.path).generate([(1, 2, 3)], max_tokens=2, **asked)[0].outputs[-1]
+    assert (last.routed_experts is not None) == given
 
 
 def test_an_engine_without_the_capability_refuses_by_name(moe: TinyModel) -> None:
