@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollspan.kernels import fusions, passes
 from rollspan.kernels.linear import PackedLinear
 from rollspan.kernels.program import Program
+from rollspan.kernels.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("rollspan.engine")
-
-#: Rows and sampled rows of the trace: primes that no model has as a size, so that one baked in would show.
-_ROWS, _SAMPLED = 1021, 509
 
 _library = torch.library.Library("rollspan", "DEF")
 _library.define(
@@ -108,7 +105,7 @@ def capture(model: PreTrainedModel, context: Any, options: CaptureOptions | None
         return None
 
 
-def _trace(model: PreTrainedModel, context: Any) -> fx.GraphModule:
+def _trace(model: PreTrainedModel, context: Any) -> Trace:
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
         output = model(
             input_ids=input_ids,
@@ -119,17 +116,17 @@ def _trace(model: PreTrainedModel, context: Any) -> fx.GraphModule:
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
-    rows = torch.zeros((1, _ROWS), dtype=torch.int64)
-    with torch.no_grad():
-        return make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True)(
-            rows, rows.clone(), torch.zeros(_SAMPLED, dtype=torch.int64)
-        )
+    def inputs(sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        rows, sampled = sizes
+        ids, positions = torch.empty((2, 1, rows), dtype=torch.int64)
+        return ids, positions, torch.empty(sampled, dtype=torch.int64)
+
+    return Trace(forward, inputs)
 
 
-def _compile(traced: fx.GraphModule, model: PreTrainedModel, context: Any, options: CaptureOptions) -> CapturedForward:
-    graph = traced.graph
-    _check_symbolic(traced)
-    attributes = _weights(traced, model)
+def _compile(traced: Trace, model: PreTrainedModel, context: Any, options: CaptureOptions) -> CapturedForward:
+    graph, attributes = traced.graph, traced.attributes
+    _check_weights(attributes, model)
     for node in graph.nodes:
         if node.target is torch.ops.rollspan.attend.default:
             node.target = context.attend
@@ -156,35 +153,15 @@ def _fuse(graph: fx.Graph, attributes: dict[str, torch.Tensor], names: frozenset
     logger.debug("fused %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
-def _check_symbolic(traced: fx.GraphModule) -> None:
-    """Refuses a trace that holds only for some numbers of rows.
+def _check_weights(attributes: Mapping[str, torch.Tensor], model: PreTrainedModel) -> None:
+    """Refuses a trace that would not follow an update.
 
     Raises:
-        ValueError: a number of rows was baked in, or decided a branch.
-    """
-    guards = getattr(getattr(traced, "shape_env", None), "guards", ())
-    if guards:
-        raise ValueError(f"its code branches on the number of rows: {guards[0].expr}")
-    for node in traced.graph.nodes:
-        for argument in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
-            if type(argument) is int and argument in (_ROWS, _SAMPLED):
-                raise ValueError(f"its code has the number of rows as a constant, in {node.target}")
-
-
-def _weights(traced: fx.GraphModule, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors that the trace refers to, by name of the attribute.
-
-    Raises:
-        ValueError: one of them shares memory with a weight without being it: it would not follow an update.
+        ValueError: a tensor that it refers to shares memory with a weight without being it.
     """
     weights = [*model.parameters(), *model.buffers()]
     known = {id(weight) for weight in weights}
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
-    attributes: dict[str, torch.Tensor] = {}
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            tensor = getattr(traced, str(node.target))
-            if id(tensor) not in known and tensor.untyped_storage().data_ptr() in storages:
-                raise ValueError(f"its code keeps an alias of a weight, {list(tensor.shape)}")
-            attributes[str(node.target)] = tensor
-    return attributes
+    for tensor in attributes.values():
+        if id(tensor) not in known and tensor.untyped_storage().data_ptr() in storages:
+            raise ValueError(f"its code keeps an alias of a weight, {list(tensor.shape)}")

@@ -107,7 +107,7 @@ def _columns(node: Node) -> tuple[Node, int, int] | None:
         length = value(node).shape[-1]
     else:
         return None
-    if dimension not in (-1, value(source).dim() - 1) or type(start) is not int or type(length) is not int:
+    if dimension not in (-1, value(source).dim() - 1) or type(start) is not int or source.meta.get("ragged"):
         return None
     return (source, start, length) if start >= 0 else None
 

@@ -23,7 +23,7 @@ ARCHITECTURES = {**CONFIGS, **PAGED}
 #: Models without state-dependent shapes in their positions; each has the patterns that the fusions look for.
 FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "qwen3_moe", "mixtral"]
 #: Their own code cannot be traced: they branch on values.
-UNTRACEABLE = {"doge", "jetmoe"}
+UNTRACEABLE = {"jetmoe"}
 packed = pytest.mark.skipif(not linear.packs(torch.bfloat16), reason="this CPU multiplies no packed bfloat16")
 native = pytest.mark.skipif(not fused.supported(torch.float32), reason="without the extension module")
 
@@ -164,7 +164,7 @@ def test_code_that_holds_for_some_inputs_only_is_not_captured(wrong: str, caplog
         return x * 2 if x.shape[1] > 30 else x
 
     def constant(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.ones(int(x.shape[1]))[:, None]
+        return x + x.shape[1] ** 2 * 1e-3
 
     def shares(x: torch.Tensor) -> torch.Tensor:
         return x * alias
@@ -189,6 +189,20 @@ def test_a_thousand_steps_take_no_memory() -> None:
         run(forward, 1 + step % 39)
     gc.collect()
     assert _resident_bytes() - before < 8 << 20
+
+
+def test_sizes_computed_from_the_number_of_rows_follow_it() -> None:
+    model = build(CONFIGS["llama"]())
+    norm: Any = model.model.norm
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        weights = torch.arange(2 * x.shape[1]).view(1, x.shape[1], 2).sum(-1, keepdim=True)
+        return torch.cat((x * weights, x[:, :1].expand(1, x.shape[1] + 3, -1)), dim=1)[:, : x.shape[1]]
+
+    norm.forward = doubled
+    forward = captured(model, EXACT)
+    for rows in ROWS:
+        assert torch.equal(run(forward, rows), eager(model, Context(), rows)), rows
 
 
 def test_tracebacks_show_the_generated_lines() -> None:
