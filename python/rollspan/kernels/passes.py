@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any, TypeAlias
 
 import torch
@@ -72,7 +73,7 @@ def mutated(graph: fx.Graph) -> set[Node]:
 def _unchanged(node: Node) -> Node | None:
     """The argument that the node hands on as it is, None for a node that does something."""
     if is_op(node, aten.cat.default):
-        pieces = [piece for piece in node.args[0] if value(piece).numel() != 0]
+        pieces = [piece for piece in node.args[0] if piece.meta.get("ragged") or value(piece).shape[-1:] != (0,)]
         return pieces[0] if len(pieces) == 1 and value(pieces[0]).dtype == value(node).dtype else None
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -82,8 +83,9 @@ def _unchanged(node: Node) -> Node | None:
         return source
     if is_op(node, aten.dropout.default):
         return None if node.args[2] else source
-    if is_op(node, aten.slice.Tensor) and node.args[2] == 0 and before.shape[node.args[1]] == after.shape[node.args[1]]:
-        return source
+    if is_op(node, aten.slice.Tensor) and len(node.args) == 4 and node.args[2] == 0:
+        last = node.args[1] in (-1, before.dim() - 1) and not source.meta.get("ragged")
+        return source if node.args[3] == sys.maxsize or (last and before.shape[-1] == after.shape[-1]) else None
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
     same_type = before.dtype == after.dtype and before.device == after.device and before.layout == after.layout
