@@ -24,9 +24,9 @@ import torch
 from make_models import SHAPES
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from rollspan.engine.attention import NAME, PagedCache, StepContext
-from rollspan.engine.graph import CapturedForward, CaptureOptions, capture
 from rollspan.kernels.attention_batch import AttentionBatch
+from rollspan.runner.attention import NAME, PagedCache, StepContext
+from rollspan.runner.graph import CapturedForward, CaptureOptions, capture
 
 LENGTH = 128
 BLOCK = 16

@@ -1,4 +1,4 @@
-"""The Rust decoder, span builder and compute kernels. Absent where the package was installed without its extension module."""
+"""The Rust decoder, span builder and compute kernels. Absent where the package has no extension module."""
 
 from collections.abc import Sequence
 from typing import final

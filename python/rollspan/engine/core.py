@@ -16,20 +16,20 @@ import torch
 import rollspan
 from rollspan.config import EngineConfig
 from rollspan.engine.control import Control
-from rollspan.engine.input_batch import PendingTokens, StepLogits
-from rollspan.engine.invariance import prepare
 from rollspan.engine.kv_cache import BlockPool
-from rollspan.engine.loader import load_model, select_device
 from rollspan.engine.request import Request, RequestStatus, Stamp
-from rollspan.engine.runner import fit, place
-from rollspan.engine.sampler import Sampler, Samples
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
-from rollspan.engine.text import TextRules
 from rollspan.engine.weights import WeightManager
 from rollspan.errors import RollspanError, shown, wrong_value
 from rollspan.kernels import native
 from rollspan.protocol import messages as m
+from rollspan.runner.input_batch import PendingTokens, StepLogits
+from rollspan.runner.invariance import prepare
+from rollspan.runner.loader import load_model, select_device
+from rollspan.runner.placement import fit, place
+from rollspan.sampler.sampler import Sampler, Samples
+from rollspan.sampler.text import TextRules
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -12,7 +12,7 @@ from rollspan.protocol.messages import EngineCoreRequest, FinishReason, Logprobs
 from rollspan.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rollspan.engine.text import Structure
+    from rollspan.sampler.text import Structure
 
 #: Stands in token_ids for a token that a launched step is sampling.
 PENDING = -1

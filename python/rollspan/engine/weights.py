@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollspan.engine.checkpoint_names import CheckpointNames
 from rollspan.engine.request import Stamp
 from rollspan.engine.transfer import disk
 from rollspan.errors import RollspanError, check_label
+from rollspan.runner.checkpoint_names import CheckpointNames
 
 DEFAULT_LABEL = "default"
 

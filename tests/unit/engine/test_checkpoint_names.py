@@ -14,8 +14,8 @@ from engine.architectures import COMPAT, PAGED
 from engine.harness import Engine
 from engine.models import CONFIGS, decisive_prompts, make_model
 from rollspan.config import EngineConfig
-from rollspan.engine.checkpoint_names import CheckpointNames
-from rollspan.engine.loader import load_model
+from rollspan.runner.checkpoint_names import CheckpointNames
+from rollspan.runner.loader import load_model
 
 WEIGHTS = "model.safetensors"
 ALL: dict[str, Callable[[], PretrainedConfig]] = {

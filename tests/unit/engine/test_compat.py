@@ -11,8 +11,8 @@ import torch
 from engine.architectures import COMPAT
 from engine.harness import Engine
 from engine.models import VOCABULARY, TinyModel, decisive_prompts, make_model
-from rollspan.engine.compat import CompatRunner
 from rollspan.errors import RollspanError
+from rollspan.runner.compat import CompatRunner
 
 TOKENS = 6
 #: One for each way in which a sequence goes on.

@@ -16,15 +16,15 @@ from engine.conftest import TOKENS, References
 from engine.harness import Engine
 from engine.models import MAX_MODEL_LEN, VOCABULARY, TinyModel
 from rollspan.config import EngineConfig
-from rollspan.engine import cuda_graphs
-from rollspan.engine.attention import PagedCache, StepContext
-from rollspan.engine.cuda_graphs import CudaGraphs, StepBuffers, padded_sizes
-from rollspan.engine.loader import load_model
-from rollspan.engine.model_runner import ModelRunner
-from rollspan.engine.runner import fit
-from rollspan.engine.self_check import SelfCheck
 from rollspan.kernels import attention
 from rollspan.kernels.attention import AttentionBatch
+from rollspan.runner import cuda_graphs
+from rollspan.runner.attention import PagedCache, StepContext
+from rollspan.runner.cuda_graphs import CudaGraphs, StepBuffers, padded_sizes
+from rollspan.runner.loader import load_model
+from rollspan.runner.model_runner import ModelRunner
+from rollspan.runner.placement import fit
+from rollspan.runner.self_check import SelfCheck
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -336,7 +336,7 @@ def test_the_self_check_runs_through_graphs_with_padding(llama: TinyModel, monke
     )
     runner._graphs = graphs
     runner.allocate(check.num_blocks)
-    monkeypatch.setattr("rollspan.engine.graph.capture", lambda *_: None)
+    monkeypatch.setattr("rollspan.runner.graph.capture", lambda *_: None)
     assert runner.choose_forward(check) is None
     assert runner.facts()["runner"] == "cuda graphs"
     assert sorted(graphs._replays) == [2, 4]

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from engine.conftest import TOKENS, References
 from engine.harness import Engine
 from engine.models import CONFIGS, VOCABULARY, TinyModel, make_model
-from rollspan.engine import loader
 from rollspan.errors import RollspanError
+from rollspan.runner import loader
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollspan.engine.request import Request
-from rollspan.engine.sampler import Sampler, Samples
 from rollspan.kernels.sampling import uniforms
 from rollspan.protocol.messages import EngineCoreRequest, LogprobsLists
+from rollspan.sampler.sampler import Sampler, Samples
 from rollspan.sampling_params import SamplingParams
 
 VOCABULARY = 12

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollspan.engine.request import Request
-from rollspan.engine.sampler import Sampler, Samples
 from rollspan.protocol.messages import EngineCoreRequest
+from rollspan.sampler.sampler import Sampler, Samples
 from rollspan.sampling_params import SamplingParams
 
 VOCABULARY = 24

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollspan.engine.request import Request
-from rollspan.engine.sampler import Sampler, Samples
 from rollspan.protocol.messages import EngineCoreRequest, LogprobsLists
+from rollspan.sampler.sampler import Sampler, Samples
 from rollspan.sampling_params import SamplingParams
 
 VOCABULARY = 40

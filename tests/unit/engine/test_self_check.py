@@ -13,12 +13,12 @@ import transformers
 from engine.architectures import PAGED
 from engine.models import COMMON, CONFIGS, VOCABULARY, make_model
 from rollspan.config import EngineConfig
-from rollspan.engine.input_batch import StepLogits
-from rollspan.engine.loader import load_model
-from rollspan.engine.model_runner import ModelRunner
 from rollspan.engine.scheduler import ScheduledRequest
-from rollspan.engine.self_check import Run, SelfCheck
 from rollspan.errors import RollspanError
+from rollspan.runner.input_batch import StepLogits
+from rollspan.runner.loader import load_model
+from rollspan.runner.model_runner import ModelRunner
+from rollspan.runner.self_check import Run, SelfCheck
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

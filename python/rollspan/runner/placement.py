@@ -14,16 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from rollspan.config import EngineConfig
-from rollspan.engine.compat import CompatRunner
-from rollspan.engine.input_batch import PendingTokens, StepLogits
-from rollspan.engine.invariance import Numerics, examine
-from rollspan.engine.loader import compat_reason
-from rollspan.engine.model_runner import ModelRunner
-from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
-from rollspan.engine.self_check import SelfCheck
 from rollspan.errors import RollspanError
 from rollspan.kernels.attention_varlen import PAGE
+from rollspan.runner.compat import CompatRunner
+from rollspan.runner.input_batch import PendingTokens, StepLogits
+from rollspan.runner.invariance import Numerics, examine
+from rollspan.runner.loader import compat_reason
+from rollspan.runner.model_runner import ModelRunner
+from rollspan.runner.routing import RoutedExperts
+from rollspan.runner.self_check import SelfCheck
 
 logger = logging.getLogger("rollspan.engine")
 

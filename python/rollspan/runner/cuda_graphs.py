@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollspan.engine.attention import PagedCache, StepContext
-from rollspan.engine.loader import one_line
 from rollspan.kernels.attention import AttentionBatch
+from rollspan.runner.attention import PagedCache, StepContext
+from rollspan.runner.loader import one_line
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from rollspan.engine.request import Request
-from rollspan.engine.sampling_batch import SamplingBatch
 from rollspan.kernels import sampling
 from rollspan.protocol.messages import LogprobsLists
+from rollspan.sampler.sampling_batch import SamplingBatch
 
 
 @dataclass(frozen=True)

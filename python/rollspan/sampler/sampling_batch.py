@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollspan.engine.edit_tables import EditTables
 from rollspan.engine.request import Request
 from rollspan.kernels import logit_edits
 from rollspan.kernels.sampling import Edited, Rows, make_rows
+from rollspan.sampler.edit_tables import EditTables
 
 _TOKEN_IDS = attrgetter("token_ids")
 
@@ -98,7 +98,7 @@ class SamplingBatch:
 
         Args:
             logits: ``[S, vocabulary]``, left as they are.
-            mask: allowed tokens, see :meth:`rollspan.engine.sampler.Sampler.sample`.
+            mask: allowed tokens, see :meth:`rollspan.sampler.sampler.Sampler.sample`.
         """
         index = own = self._edits.index
         if mask is not None:

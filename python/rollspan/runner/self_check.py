@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from rollspan.engine import attention, loader
-from rollspan.engine.input_batch import StepLogits
 from rollspan.engine.request import Request, RequestStatus
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.errors import RollspanError
 from rollspan.protocol.messages import EngineCoreRequest
+from rollspan.runner import attention, loader
+from rollspan.runner.input_batch import StepLogits
 from rollspan.sampling_params import SamplingParams
 
 #: What is checked: a runner's way to run a step.

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rollspan.engine import attention
-from rollspan.engine.input_batch import PendingTokens, StepLogits
 from rollspan.engine.request import PENDING, Request, RequestStatus
-from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
-from rollspan.engine.self_check import Outcome, SelfCheck
 from rollspan.errors import RollspanError
+from rollspan.runner import attention
+from rollspan.runner.input_batch import PendingTokens, StepLogits
+from rollspan.runner.routing import RoutedExperts
+from rollspan.runner.self_check import Outcome, SelfCheck
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from rollspan.config import EngineConfig
-from rollspan.engine import attention
 from rollspan.errors import RollspanError
 from rollspan.protocol.messages import ModelFacts
+from rollspan.runner import attention
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -94,7 +94,7 @@ class StepContext:
         Returns:
             ``[1, T, num_heads, value_head_dim]``.
         """
-        assert self.batch is not None, "no step is running"  # noqa: S101
+        assert self.batch is not None, "no step is running"
         query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
         backend, cache = self.cache.layer(layer, key, value)
         return backend.attend(

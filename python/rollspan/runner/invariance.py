@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from rollspan import numerics, trainer
 from rollspan.config import EngineConfig
-from rollspan.engine.model_runner import ModelRunner
-from rollspan.engine.self_check import SelfCheck
 from rollspan.errors import RollspanError
 from rollspan.kernels import native
 from rollspan.kernels.invariant import InvariantMode, cancelling
+from rollspan.runner.model_runner import ModelRunner
+from rollspan.runner.self_check import SelfCheck
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rollspan.config import EngineConfig
-from rollspan.engine import graph
-from rollspan.engine.attention import PagedCache, StepContext
-from rollspan.engine.cuda_graphs import CudaGraphs, padded_sizes
-from rollspan.engine.input_batch import InputBatchBuilder, PendingTokens, StepLogits
-from rollspan.engine.routing import RoutedExperts
 from rollspan.engine.scheduler import ScheduledRequest
-from rollspan.engine.self_check import SelfCheck
 from rollspan.kernels.invariant import InvariantMode, overloads
+from rollspan.runner import graph
+from rollspan.runner.attention import PagedCache, StepContext
+from rollspan.runner.cuda_graphs import CudaGraphs, padded_sizes
+from rollspan.runner.input_batch import InputBatchBuilder, PendingTokens, StepLogits
+from rollspan.runner.routing import RoutedExperts
+from rollspan.runner.self_check import SelfCheck
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -1,0 +1,1 @@
+"""From the logits of a step to tokens: parameters, penalties, structures, log-probs."""
