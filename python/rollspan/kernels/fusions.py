@@ -135,8 +135,10 @@ def fuse_norms(graph: fx.Graph) -> int:
     """RMS norms, with the addition before one where there is one (the residual)."""
     count = 0
     changing = mutated(graph)
-    for norm in _norms(graph):
-        if norm.source in changing:
+    for node in list(graph.nodes):
+        # Looked for one by one: the result of one may be what the next one normalises.
+        norm = Norm.find(node) if is_op(node, aten.rsqrt.default) else None
+        if norm is None or norm.source in changing:
             continue
         count += 1
         source = norm.source
@@ -153,7 +155,7 @@ def fuse_norms(graph: fx.Graph) -> int:
             norm.root.replace_all_uses_with(normed)
         else:
             _replace(graph, norm.root, fused.rms_norm(*norm.constants), (source, norm.weight))
-        graph.eliminate_dead_code()
+    graph.eliminate_dead_code()
     return count
 
 

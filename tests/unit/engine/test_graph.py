@@ -21,7 +21,20 @@ ROWS = (1, 2, 7, 40)
 EXACT = CaptureOptions(exact=True)
 ARCHITECTURES = {**CONFIGS, **PAGED}
 #: Each has the patterns that the fusions look for.
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt2", "qwen3_moe", "mixtral"]
+FUSED = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt2",
+    "qwen3_moe",
+    "mixtral",
+    "nanochat",
+]
 packed = pytest.mark.skipif(not linear.packs(torch.bfloat16), reason="this CPU multiplies no packed bfloat16")
 native = pytest.mark.skipif(not fused.supported(torch.float32), reason="without the extension module")
 
