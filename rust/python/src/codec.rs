@@ -4,8 +4,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use rollspan_protocol::{
-    Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RoutedExperts, SchedulerStats,
-    StopReason, UtilityOutput,
+    Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RoutedExperts,
+    SchedulerStats, StopReason, UtilityOutput,
 };
 use serde_json::Value;
 

@@ -108,7 +108,7 @@ pub(crate) fn rotary(
     run!(py, kernel, element_type)
 }
 
-/// An activated gate (0: SiLU, 1: GELU by tanh) times another tensor.
+/// An activated gate (0: `SiLU`, 1: GELU by tanh) times another tensor.
 #[pyfunction]
 #[pyo3(signature = (element_type, activation, rows, columns, gate, gate_stride, up, up_stride, output, /))]
 #[expect(clippy::too_many_arguments, reason = "an object would cost a call more than the kernel")]

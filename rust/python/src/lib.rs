@@ -20,9 +20,9 @@ mod _native {
     #[pymodule_export]
     use crate::kernels::{kernel_isa, kernel_threads, set_kernel_isa, set_kernel_threads};
     #[pymodule_export]
-    use crate::kernels_fused::{gated, linear, linear_rows, rms_norm, rotary};
-    #[pymodule_export]
     use crate::kernels_attention::paged_attention;
+    #[pymodule_export]
+    use crate::kernels_fused::{gated, linear, linear_rows, rms_norm, rotary};
     #[pymodule_export]
     use crate::kernels_sampling::{sample_rows, score_rows};
     #[pymodule_export]

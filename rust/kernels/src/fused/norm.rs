@@ -10,7 +10,7 @@ pub enum Scaling {
     None,
     /// `weight * round(x)`: Llama, Qwen, Mistral.
     Rounded,
-    /// `round(weight * x)`: OLMo.
+    /// `round(weight * x)`, as `OLMo` does.
     Weight,
     /// `round((1 + weight) * x)`: Gemma.
     OnePlus,
