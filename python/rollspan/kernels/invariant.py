@@ -151,6 +151,12 @@ def _without_inplace(function: Callable[..., torch.Tensor]) -> Callable[..., tor
     return call
 
 
+def _rsqrt(input: torch.Tensor) -> torch.Tensor:
+    """float32 is rounded right in both forms; it is that of every norm, and would pay for nothing."""
+    return _even_rsqrt(input) if input.dtype in _REDUCED else torch.rsqrt(input)
+
+
+_even_rsqrt = elementwise(torch.rsqrt)
 _aten, _nn = torch.ops.aten, torch._C._nn
 #: Elementwise functions: the builtin, its other names in Python, and its name in a traced graph.
 _ELEMENTWISE: tuple[tuple[Any, tuple[Any, ...], Any], ...] = (
@@ -162,12 +168,13 @@ _ELEMENTWISE: tuple[tuple[Any, tuple[Any, ...], Any], ...] = (
     (functional.logsigmoid, (), _aten.log_sigmoid.default),
     (torch.sigmoid, (torch.Tensor.sigmoid,), _aten.sigmoid.default),
     (torch.exp2, (torch.Tensor.exp2,), _aten.exp2.default),
-    (torch.rsqrt, (torch.Tensor.rsqrt,), _aten.rsqrt.default),
 )
 #: What :class:`InvariantMode` calls instead of each function.
 REPLACEMENTS: Mapping[Any, Callable[..., torch.Tensor]] = {
     **{name: elementwise(builtin) for builtin, names, _ in _ELEMENTWISE for name in (builtin, *names)},
     **{function: _without_inplace(function) for function in (functional.silu, functional.elu, functional.mish)},
+    torch.rsqrt: _rsqrt,
+    torch.Tensor.rsqrt: _rsqrt,
     _nn.linear: linear,
     torch.addmm: addmm,
 }
@@ -178,7 +185,12 @@ def overloads(dtype: torch.dtype) -> dict[Any, Callable[..., torch.Tensor]]:
     found: dict[Any, Callable[..., torch.Tensor]] = {
         overload: elementwise(builtin) for builtin, _, overload in _ELEMENTWISE
     }
-    return found | {_aten.linear.default: linear, _aten.addmm.default: addmm} if dtype in _REDUCED else found
+    products: dict[Any, Callable[..., torch.Tensor]] = {
+        _aten.linear.default: linear,
+        _aten.addmm.default: addmm,
+        _aten.rsqrt.default: _rsqrt,
+    }
+    return found | products if dtype in _REDUCED else found
 
 
 class InvariantMode(TorchFunctionMode):
