@@ -9,8 +9,8 @@ from rollspan.kernels import native
 
 #: Rows that the layout is chosen for; it serves any number.
 _TYPICAL_ROWS = 32
-#: Products (rows times elements of the weights) up to which reading the weights as they are is quicker: calling oneDNN
-#: takes 20 us. For one row it always is.
+#: Products (rows times elements of the weights) up to which multiplying by the weights as they are is quicker: calling
+#: oneDNN takes 20 us. For one and two rows, where reading the weights is all that takes time, it always is.
 _FEW_PRODUCTS = 1 << 19
 
 
@@ -65,13 +65,14 @@ class PackedLinear:
                 self._bias = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         self._few_rows = 0
         if self._read is not None and not self._transposed and all(w.is_contiguous() for w in self._weights):
-            few = max(1, _FEW_PRODUCTS // (self._depth * self._outputs))
+            few = max(2, _FEW_PRODUCTS // (self._depth * self._outputs))
             self._few_rows = min(few, native.module().linear_rows())
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., K] -> [..., N]``."""
         rows = x.numel() // self._depth
-        if rows > self._few_rows or self._read is None or not x.is_contiguous():
+        # A step of prompt pieces only has no row to multiply by the last weight.
+        if not 0 < rows <= self._few_rows or self._read is None or not x.is_contiguous():
             return self._multiply(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
         output = torch.empty((*x.shape[:-1], self._outputs), dtype=x.dtype)
         matrices = [

@@ -84,8 +84,8 @@ impl Linear<'_> {
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::{
-        __m512, __m512bh, __mmask32, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_maskz_loadu_epi16,
-        _mm512_reduce_add_ps, _mm512_setzero_ps,
+        __m512, __m512bh, __mmask32, _MM_HINT_T0, _mm_prefetch, _mm512_dpbf16_ps, _mm512_loadu_si512,
+        _mm512_maskz_loadu_epi16, _mm512_reduce_add_ps, _mm512_setzero_ps,
     };
     use std::ops::Range;
 
@@ -163,6 +163,8 @@ mod avx512 {
             while k + LANES <= depth {
                 let inputs: [__m512bh; ROWS] = std::array::from_fn(|row| load(rows[row].add(k)));
                 for (i, column) in columns.iter().enumerate() {
+                    // The rows of the next block: a row is too short for the CPU to foresee them. Past the end is no fault.
+                    _mm_prefetch::<_MM_HINT_T0>(column.wrapping_add(OUTPUTS * depth + k).cast());
                     let weights = load(column.add(k));
                     for (row, sums) in sums.iter_mut().enumerate() {
                         sums[i] = _mm512_dpbf16_ps(sums[i], inputs[row], weights);
