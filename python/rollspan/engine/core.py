@@ -94,7 +94,9 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching and self._placement.shares_blocks,
         )
         self._sampler = Sampler(raw_logprobs=config.logprobs_mode == "raw", exact_logprobs=config.batch_invariant)
-        self.weights = WeightManager(model, label=config.weight_version, root=config.weights_root)
+        self.weights = WeightManager(
+            model, label=config.weight_version, root=config.weights_root, after_swap=self._runner.after_commit
+        )
         self._arrivals = 0
         self._outbox: list[Addressed] = []
         self._clients = {0}
@@ -156,6 +158,11 @@ class EngineCore:
         except RollspanError as error:
             self.refuse_request(message.client_index, message.request_id, error)
             return
+        except Exception as error:
+            logger.exception("request %s cannot be admitted", shown(message.request_id))
+            text = f"the request cannot be admitted: {type(error).__name__}: {error}"
+            self.refuse_request(message.client_index, message.request_id, RollspanError(text, reason="invalid_request"))
+            return
         self._arrivals += 1
         request = Request(
             message,
@@ -182,7 +189,7 @@ class EngineCore:
                 f"request id {shown(message.request_id)} is in use", reason="duplicate_request_id", param="request_id"
             )
         ids = message.prompt_token_ids
-        if not ids or max(ids) >= vocabulary:
+        if not ids or max(ids) >= vocabulary or min(ids) < 0:
             raise RollspanError(
                 f"prompt_token_ids must be a non-empty list of integers from 0 to {vocabulary - 1}",
                 reason="invalid_request",
@@ -203,6 +210,9 @@ class EngineCore:
                 reason="unsupported_field",
                 param="sampling_params.routed_experts",
             )
+        if self._placement.routing is not None and params.routed_experts_prompt_start > len(ids):
+            path, allowed = "sampling_params.routed_experts_prompt_start", f"an integer from 0 to {len(ids)}"
+            raise wrong_value(path, allowed, params.routed_experts_prompt_start)
         params.check_model(vocab_size=vocabulary, max_logprobs=self.config.max_logprobs)
         message.sampling_params = params = params.clamp(longest - len(ids))
         if params.bad_words:
@@ -241,7 +251,6 @@ class EngineCore:
 
     def weights_changed(self) -> None:
         """A commit has taken place: what was computed with the old weights is theirs."""
-        self._runner.after_commit()
         self.scheduler.commit_weights(self.weights.commit)
 
     def call_utility(self, client_index: int, call: m.UtilityCall) -> None:
@@ -302,18 +311,19 @@ class EngineCore:
         self._score_prompts(step.logits)
         batches: dict[int, list[m.EngineCoreOutput]] = {}
         samples = step.samples
-        for request, index, token, valid, logprobs in zip(
-            step.logits.sampled, step.places, samples.token_ids, samples.valid, samples.logprobs, strict=True
+        for row, (request, index, token, valid, logprobs) in enumerate(
+            zip(step.logits.sampled, step.places, samples.token_ids, samples.valid, samples.logprobs, strict=True)
         ):
             if request.status is RequestStatus.FINISHED:
                 continue
-            if valid:
+            fault = None if valid else _no_token(step, row)
+            if fault is None:
                 request.settle(index, token)
                 output = m.EngineCoreOutput(request.request_id, [token], logprobs)
                 output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-            else:
-                failure = m.EngineError("nan_logits", f"the model's logits are not finite (weights {step.stamp[0]!r})")
-                output = m.EngineCoreOutput(request.request_id, [], finish_reason=m.FinishReason.ERROR, error=failure)
+                fault = _structure_fault(request)
+            if fault is not None:
+                output = m.EngineCoreOutput(request.request_id, [], finish_reason=m.FinishReason.ERROR, error=fault)
             if not request.announced:
                 request.announced = True
                 output.admission = request.admission
@@ -338,10 +348,15 @@ class EngineCore:
             count = request.params.prompt_logprobs
             if count is not None:
                 rows, row = logits.logits[row : row + stop - start], row + stop - start
-                scores = self._sampler.prompt_logprobs(rows, request.token_ids[start:stop], count)
+                try:
+                    scores = self._sampler.prompt_logprobs(rows, request.token_ids[start:stop], count)
+                except Exception as error:
+                    logger.exception("a prompt cannot be scored")
+                    self._fail(request, "engine_error", f"the prompt cannot be scored: {type(error).__name__}: {error}")
+                    continue
                 request.prompt_logprobs.append(scores)
                 request.num_scored_tokens = stop
-                if np.isnan(scores.logprobs).any() and request.status is not RequestStatus.FINISHED:
+                if np.isnan(scores.logprobs).any():
                     self._fail(request, "nan_logits", "the model's logits are not finite in the prompt")
 
     def _fail_step(self, scheduled: list[ScheduledRequest], error: Exception) -> None:
@@ -349,12 +364,12 @@ class EngineCore:
         logger.exception("a step of %d requests failed", len(scheduled))
         for entry in scheduled:
             request = entry.request
-            if request.status is RequestStatus.FINISHED:
-                continue
             self._fail(request, "engine_error", f"the step failed: {type(error).__name__}: {error}")
 
     def _fail(self, request: Request, code: str, message: str) -> None:
-        """Ends a request with an error; what it has said stays said."""
+        """Ends a request with an error, unless it has ended; what it has said stays said."""
+        if request.status is RequestStatus.FINISHED:
+            return
         self.scheduler.finish(request)
         self._deliver_terminal(
             request.client_index, request.request_id, m.EngineError(code, message), request.admission
@@ -399,3 +414,18 @@ class EngineCore:
 
 
 _KNOWN_CODES = ("engine_paused", "duplicate_request_id", "prompt_too_long")
+
+
+def _no_token(step: Launched, row: int) -> m.EngineError:
+    """Why nothing could be sampled from a row."""
+    if bool(torch.isfinite(step.logits.logits[row].float().amax())):
+        text = "no token is left that the request's parameters allow"
+        return m.EngineError("validation_error", text, reason="invalid_request")
+    return m.EngineError("nan_logits", f"the model's logits are not finite (weights {step.stamp[0]!r})")
+
+
+def _structure_fault(request: Request) -> m.EngineError | None:
+    """Why an output cannot follow its grammar any further, if so: it must not pass for complete."""
+    if request.structure is None or request.structure.fault is None:
+        return None
+    return m.EngineError("engine_error", f"structured_outputs cannot be followed: {request.structure.fault}")

@@ -122,8 +122,8 @@ class Request:
     @property
     def reads_prefix_cache(self) -> bool:
         """False for a request that wants every token of its prompt computed, or needs their logits."""
-        skip = self.params.skip_reading_prefix_cache
-        return not (self.params.prompt_logprobs is not None if skip is None else skip)
+        scoring = self.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens
+        return not (scoring or self.params.skip_reading_prefix_cache)
 
     @property
     def masks_stop_tokens(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,26 @@ class WeightManager:
     An update is ``start``, one or more ``update``, ``finish``. Until ``finish`` has verified that every parameter of
     the model was received, nothing of the model changes; any failure drops the staging area and ends the update.
 
+    Args:
+        model: whose parameters and persistent buffers are the weights.
+        label: weight version at start.
+        root: directory below which updates may be read.
+        after_swap: makes anew what is derived from the weights, before anything is published; where it raises, the old
+            weights are put back.
+
     Attributes:
         label: weight version in force.
         commit: number of finished updates since start.
     """
 
-    def __init__(self, model: nn.Module, *, label: str | None, root: str | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        label: str | None,
+        root: str | None,
+        after_swap: Callable[[], None] = lambda: None,
+    ) -> None:
         self._root = None if root is None else Path(root)
         # Tied parameters are one object under several names: each needs one tensor, under any of its names.
         # Persistent buffers (a router's correction bias) are weights as well.
@@ -45,6 +59,7 @@ class WeightManager:
         self._checkpoint_names = CheckpointNames(model)
         self._staged: dict[str, torch.Tensor] | None = None
         self._last_finish: str | None = None  # the label that the last finish named, until the next start
+        self._after_swap = after_swap
         self.label = check_label(label) if label is not None else DEFAULT_LABEL
         self.commit = 0
 
@@ -145,15 +160,30 @@ class WeightManager:
         missing = [name for name, parameter in self._names.items() if parameter not in new]
         if missing:
             raise _invalid(f"the update lacks {len(missing)} of the model's parameters: {_some(missing)}")
-        for parameter, tensor in new.items():
-            if parameter.device.type == "cpu":
-                parameter.data = tensor  # a pointer swap: cannot fail half-way
-            else:
-                parameter.data.copy_(tensor)  # upload; addresses stay, for captured graphs
+        self._swap(new)
         self.label = new_label
         self._last_finish = None if label is None else new_label
         self.commit += 1
         return self.stamp
+
+    def _swap(self, new: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Puts new data into the parameters that are the keys, and old data back if that cannot be completed."""
+        old = {parameter: parameter.data for parameter in new if parameter.device.type == "cpu"}
+        for parameter, tensor in new.items():
+            if parameter in old:
+                parameter.data = tensor  # a pointer swap: cannot fail half-way
+            else:
+                parameter.data.copy_(tensor)  # upload; addresses stay, for captured graphs
+        try:
+            self._after_swap()
+        except Exception as error:
+            for parameter, tensor in old.items():
+                parameter.data = tensor
+            self._after_swap()
+            text = (
+                f"what is derived from the weights cannot be made: {type(error).__name__}: {error}; the old ones stay"
+            )
+            raise RollspanError(text, reason="internal_error") from error
 
     def _require_active(self) -> dict[str, torch.Tensor]:
         if self._staged is None:

@@ -144,8 +144,9 @@ def rotary(
         rows, head_dim = query.shape[2:]
         _, query_head, query_row, query_step = query.stride()
         _, key_head, key_row, key_step = key.stride()
-        if not (query_step == key_step == 1 and query_head == key_head == head_dim):
+        if not (query_step == key_step == 1 and query_head == key_head == head_dim and cos.shape[2] == rows):
             return rotary_torch_pair(query, key, cos, sin, query_weight, key_weight)
+        cos, sin = cos.contiguous(), sin.contiguous()  # some models slice or expand them
         query_address, key_address = query.data_ptr(), key.data_ptr()
         kernel(
             code,

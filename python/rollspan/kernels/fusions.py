@@ -120,7 +120,7 @@ class Norm:
                 return _narrow_type(factor), Scaling.WEIGHT, root
             if root is not None and is_op(factor, aten.add.Tensor) and factor.args[1] == 1.0 and not factor.kwargs:
                 weight = _narrow_type(factor.args[0])
-                if _is_weight(weight, source):
+                if _is_weight(weight, source) and value(factor).dtype == torch.float32:
                     return weight, Scaling.ONE_PLUS, root
         root = rounded(product)
         if root is None:
@@ -256,7 +256,8 @@ class Rotation:
             cos = _other(straight, heads)
             same = value(cos).dtype == value(sin).dtype == value(heads).dtype == value(root).dtype
             shape = value(cos).shape
-            if same and shape == value(sin).shape and len(shape) == 4 and shape[1] == 1 and shape[-1] == 2 * half:
+            rows = value(root).shape[2]
+            if same and shape == value(sin).shape and shape == (1, 1, rows, 2 * half):
                 return cls(root, heads, cos, sin, norms)
         return None
 

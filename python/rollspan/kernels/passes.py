@@ -84,7 +84,7 @@ def _unchanged(node: Node) -> Node | None:
     if is_op(node, aten.dropout.default):
         return None if node.args[2] else source
     if is_op(node, aten.slice.Tensor) and len(node.args) == 4 and node.args[2] == 0:
-        last = node.args[1] in (-1, before.dim() - 1) and not source.meta.get("ragged")
+        last = node.args[1] in (-1, before.dim() - 1) and not (source.meta.get("ragged") or node.meta.get("ragged"))
         return source if node.args[3] == sys.maxsize or (last and before.shape[-1] == after.shape[-1]) else None
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
@@ -109,7 +109,9 @@ def _columns(node: Node) -> tuple[Node, int, int] | None:
         length = value(node).shape[-1]
     else:
         return None
-    if dimension not in (-1, value(source).dim() - 1) or type(start) is not int or source.meta.get("ragged"):
+    if dimension not in (-1, value(source).dim() - 1) or type(start) is not int:
+        return None
+    if source.meta.get("ragged") or node.meta.get("ragged"):
         return None
     return (source, start, length) if start >= 0 else None
 

@@ -19,7 +19,7 @@ from rollspan.kernels.passes import Node, value
 #: Two sizes of each of two dimensions: far apart, so that code which treats small and large inputs in different ways
 #: shows (one row is what decoding a single sequence has); their distances have no common factor, so that what was
 #: computed from a size is recognised.
-SIZES = ((1, 65_537), (2, 32_771))
+SIZES = ((1, 65_538), (2, 32_773))
 
 
 class Trace:

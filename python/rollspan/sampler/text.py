@@ -34,6 +34,11 @@ class Structure:
         self._matcher.consume_token(request.token_ids[-1])
         return self._matcher.is_stopped() and (request.params.eos_token_id is None or request.masks_stop_tokens)
 
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any further (it is too complex, for instance), if so."""
+        return " ".join(self._matcher.get_error().split())[:300] if self._matcher.is_error() else None
+
     def fill(self, mask: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         """Writes the tokens that may come next into ``mask``, int32 ``[ceil(vocabulary / 32)]``, lowest bit first."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -103,7 +108,7 @@ class TextRules:
                 grammar = _grammar(wanted)
                 matcher = llguidance.LLMatcher(self._grammar_tokenizer, grammar, log_level=0)
                 fault = matcher.get_error()
-            except (ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # noqa: BLE001 (parsers may raise anything; only this request pays)
                 fault = str(error) or type(error).__name__
             if fault:
                 text = " ".join(fault.split())[:300]

@@ -262,7 +262,7 @@ def run_once(target: Scheduler, name: str, prompt: list[int], **fields: Any) -> 
         ({"cache_salt": "other"}, 0),
         ({"skip_reading_prefix_cache": True}, 0),
         ({"prompt_logprobs": 0}, 0),  # their logits are needed
-        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, 8),
+        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, 0),
     ],
 )
 def test_who_may_share_what_is_cached(fields: dict[str, Any], hits: int) -> None:

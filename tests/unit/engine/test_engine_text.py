@@ -146,3 +146,77 @@ def test_a_prompt_whose_logits_are_not_finite_fails_by_itself() -> None:
     assert bad.error is not None
     assert (bad.error.code, bad.finish_reason) == ("nan_logits", FinishReason.ERROR)
     assert (good.error, len(good.token_ids)) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"structural_tag": '{"triggers":["<f"],"structures":[]}'},
+        {"structural_tag": '{"triggers":["<f"],"structures":[{"begin":"<g>","schema":{},"end":"</g>"}]}'},
+        {"structural_tag": '{"triggers":["<f"],"structures":[{"begin":3,"schema":{},"end":"</g>"}]}'},
+        {"json": "[" * 200_000 + "]" * 200_000},
+    ],
+)
+def test_a_structure_that_no_parser_expects_is_refused_and_the_engine_lives(
+    engine: Engine, structure: dict[str, Any]
+) -> None:
+    error = run(engine, structured_outputs=structure).error
+    assert error is not None
+    assert error.param == "sampling_params.structured_outputs"
+    assert len(run(engine, max_tokens=2).token_ids) == 2
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_and_no_complete_output(engine: Engine) -> None:
+    grammar = "start: " + " ".join(["x?"] * 400) + "\nx: " + " ".join(["y?"] * 400) + '\ny: "1" | "2" | x'
+    result = run(
+        engine, max_tokens=8, structured_outputs={"grammar": grammar}, logit_bias={TOKENIZER.token_to_id("1"): 90}
+    )
+    assert result.error is not None
+    assert (result.finish_reason, result.error.code) == (FinishReason.ERROR, "engine_error")
+    assert "structured_outputs cannot be followed" in result.error.message
+
+
+def test_parameters_that_leave_no_token_are_named_as_the_reason(engine: Engine) -> None:
+    [eos] = engine.hello.model.eos_token_ids
+    error = run(engine, max_tokens=5, min_tokens=2, allowed_token_ids=(eos,)).error
+    assert error is not None
+    assert (error.code, error.message) == (
+        "validation_error",
+        "no token is left that the request's parameters allow",
+    )
+
+
+def test_a_prompt_to_be_scored_is_computed_even_where_it_is_cached(engine: Engine) -> None:
+    prompt = PROMPT * 9
+    engine.generate([tuple(prompt)], max_tokens=1)
+    result = engine.generate([tuple(prompt)], max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False)[0]
+    scores = result.outputs[0].new_prompt_logprobs
+    assert scores is not None
+    assert len(scores.token_ids) == len(prompt) - 1
+
+
+def test_what_cannot_be_derived_from_new_weights_leaves_the_old_ones_in_force(tmp_path: Path) -> None:
+    shutil.copytree(models.path("add2-sft"), tmp_path / "sft")
+    engine = Engine(str(DIRECTORY), kv_cache_memory=1 << 22, weights_root=str(tmp_path))
+    before = run(engine, max_tokens=4).token_ids
+    calls: list[int] = []
+
+    def fail_once() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no room for the packed copy")
+
+    engine.core.weights._after_swap = fail_once
+    for _ in range(2):
+        engine.result_of("start_weight_update")
+        engine.result_of("update_weights", {"path": "sft"})
+        if len(calls) == 0:
+            reason, text = engine.failure_of("finish_weight_update", "step-1")
+            assert (reason, "the old ones stay" in text) == ("internal_error", True)
+            assert (engine.result_of("get_weight_version"), engine.result_of("get_weight_commit")) == ("default", 0)
+            assert run(engine, max_tokens=4).token_ids == before
+        else:
+            assert engine.result_of("finish_weight_update", "step-1") == {
+                "weight_version": "step-1",
+                "weight_commit": 1,
+            }

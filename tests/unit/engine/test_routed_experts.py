@@ -120,3 +120,11 @@ def test_a_model_that_cannot_tell_is_refused_by_name(make_config: Any, message: 
     with pytest.raises(RollspanError, match=message) as caught:
         start(tmp_path)
     assert caught.value.param == "enable_return_routed_experts"
+
+
+def test_a_beginning_beyond_the_prompt_is_refused_and_the_engine_lives(moe: TinyModel) -> None:
+    engine = start(moe.path)
+    result = engine.generate([(1, 2, 3)], max_tokens=2, routed_experts_prompt_start=50)[0]
+    assert result.error is not None
+    assert "routed_experts_prompt_start must be an integer from 0 to 3, got 50" in result.error.message
+    assert len(engine.generate([(1, 2, 3)], max_tokens=2, ignore_eos=True)[0].token_ids) == 2

@@ -153,10 +153,10 @@ impl Attention {
         // SAFETY: the caller's promise.
         let (query_start, seq_lens, block_table, slot_mapping) = unsafe {
             (
-                std::slice::from_raw_parts(self.query_start as *const i32, self.sequences + 1),
-                std::slice::from_raw_parts(self.seq_lens as *const i32, self.sequences),
-                std::slice::from_raw_parts(self.block_table as *const i32, self.sequences * self.table_width),
-                std::slice::from_raw_parts(self.slot_mapping as *const i64, self.rows),
+                slice(self.query_start as *const i32, self.sequences + 1),
+                slice(self.seq_lens as *const i32, self.sequences),
+                slice(self.block_table as *const i32, self.sequences * self.table_width),
+                slice(self.slot_mapping as *const i64, self.rows),
             )
         };
         let dims = [self.head_dim, self.value_dim, self.block_size];
@@ -228,4 +228,17 @@ impl Checked<'_> {
         }
         spans
     }
+}
+
+/// The slice that begins at `address`; an empty tensor has no address.
+///
+/// # Safety
+///
+/// As for [`std::slice::from_raw_parts`], unless `length` is 0.
+unsafe fn slice<'a, T>(address: *const T, length: usize) -> &'a [T] {
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(address, length) }
 }
