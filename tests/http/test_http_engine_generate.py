@@ -191,10 +191,14 @@ def test_a_client_that_leaves_frees_its_place(server: RealServer, stream: bool) 
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         else:
             wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 4, "running")
-    wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 0, "stopped")
-    samples = server.frontend.metrics()
-    assert samples[aborted] == before + 4
-    assert samples["rollspan:kv_cache_usage_perc"] == 0
+
+    def gone() -> bool:
+        samples = server.frontend.metrics()
+        # The engine's gauges come a moment after what the frontend counts; before the first report they are 0 as well.
+        idle = samples["rollspan:num_requests_running"] == samples["rollspan:kv_cache_usage_perc"] == 0
+        return idle and samples[aborted] == before + 4
+
+    wait_until(gone, "stopped, and its blocks free")
 
 
 def test_skyrl_gets_what_it_reads(server: RealServer) -> None:
