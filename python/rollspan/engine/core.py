@@ -15,13 +15,14 @@ import torch
 
 import rollspan
 from rollspan.config import EngineConfig
+from rollspan.engine.admission import Admission
 from rollspan.engine.control import Control
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.request import Request, RequestStatus, Stamp
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
 from rollspan.engine.weights import WeightManager
-from rollspan.errors import RollspanError, shown, wrong_value
+from rollspan.errors import RollspanError, shown
 from rollspan.kernels import native
 from rollspan.protocol import messages as m
 from rollspan.runner.input_batch import PendingTokens, StepLogits
@@ -102,6 +103,7 @@ class EngineCore:
         self._clients = {0}
         self._last_stats = 0.0
         self._text = TextRules(config.model_directory(), self._placement.vocab_size, self._model_facts.eos_token_ids)
+        self._admission = Admission(self._placement, config, self._text)
         wanted = config.async_scheduling if config.async_scheduling is not None else device.type == "cuda"
         # Which experts computed a token is read from blocks that a later step may already have taken.
         self._asynchronous = wanted and self._placement.routing is None
@@ -151,10 +153,12 @@ class EngineCore:
     def add_request(self, message: m.EngineCoreRequest) -> None:
         """Admits a request under the weights now in force, or answers with a terminal error output."""
         try:
-            self._validate(message)
-            structure = None
-            if message.sampling_params.structured_outputs is not None:
-                structure = self._text.structure(message.sampling_params.structured_outputs)
+            if self.scheduler.pause_state is PauseState.PAUSED_NEW:
+                raise RollspanError("generation is paused: try again after it is resumed", reason="engine_paused")
+            if message.request_id in self.scheduler.requests:
+                text = f"request id {shown(message.request_id)} is in use"
+                raise RollspanError(text, reason="duplicate_request_id", param="request_id")
+            structure = self._admission.resolve(message)
         except RollspanError as error:
             self.refuse_request(message.client_index, message.request_id, error)
             return
@@ -179,45 +183,6 @@ class EngineCore:
         if self.config.seed is not None:
             return (self.config.seed * 0x5851F42D4C957F2D + self._arrivals) % 2**63
         return secrets.randbits(63)
-
-    def _validate(self, message: m.EngineCoreRequest) -> None:
-        vocabulary, longest = self._placement.vocab_size, self._placement.max_model_len
-        if self.scheduler.pause_state is PauseState.PAUSED_NEW:
-            raise RollspanError("generation is paused: try again after it is resumed", reason="engine_paused")
-        if message.request_id in self.scheduler.requests:
-            raise RollspanError(
-                f"request id {shown(message.request_id)} is in use", reason="duplicate_request_id", param="request_id"
-            )
-        ids = message.prompt_token_ids
-        if not ids or max(ids) >= vocabulary or min(ids) < 0:
-            raise RollspanError(
-                f"prompt_token_ids must be a non-empty list of integers from 0 to {vocabulary - 1}",
-                reason="invalid_request",
-                param="token_ids",
-            )
-        if len(ids) >= longest:
-            raise RollspanError(
-                f"prompt_token_ids must hold at most {longest - 1} tokens, got {len(ids)}",
-                reason="prompt_too_long",
-                param="token_ids",
-            )
-        params = message.sampling_params
-        if params.n != 1:
-            raise wrong_value("sampling_params.n", "1: n outputs are n requests to an engine", params.n)
-        if params.routed_experts and self._placement.routing is None:
-            raise RollspanError(
-                "sampling_params.routed_experts needs an engine that was started with --enable-return-routed-experts",
-                reason="unsupported_field",
-                param="sampling_params.routed_experts",
-            )
-        if self._placement.routing is not None and params.routed_experts_prompt_start > len(ids):
-            path, allowed = "sampling_params.routed_experts_prompt_start", f"an integer from 0 to {len(ids)}"
-            raise wrong_value(path, allowed, params.routed_experts_prompt_start)
-        params.check_model(vocab_size=vocabulary, max_logprobs=self.config.max_logprobs)
-        message.sampling_params = params = params.clamp(longest - len(ids))
-        if params.bad_words:
-            words = (*params.bad_words_token_ids, *self._text.bad_word_ids(params.bad_words))
-            message.sampling_params = dataclasses.replace(params, bad_words=(), bad_words_token_ids=words)
 
     def refuse_request(self, client_index: int, request_id: str, error: RollspanError) -> None:
         """Answers a request that cannot be admitted with a terminal error output."""
