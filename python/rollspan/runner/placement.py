@@ -141,7 +141,8 @@ def _num_blocks(
     memory = config.kv_cache_memory
     if memory is None:
         memory = int(_free_memory(device) * MEMORY_SHARE[device.type])
-    blocks = min((memory - states) // block_bytes - 1, longest * config.max_num_seqs)
+    spare = 1 if device.type == "cpu" else 2  # the padding block, and the one that padded graphs write to
+    blocks = min((memory - states) // block_bytes - spare, longest * config.max_num_seqs)
     if blocks < longest:
         raise RollspanError(
             f"the KV cache of {memory} bytes holds {max(blocks, 0) * config.block_size} tokens, one request of "
