@@ -78,4 +78,4 @@ def test_server_info_tells_what_computes(server: RealServer) -> None:
     info = server.frontend.get("/server_info?config_format=json").json()
     assert info["vllm_config"]["weight_transfer_config"] is not None
     assert info["vllm_config"]["model_config"]["dtype"] == info["engine"]["dtype"] == "float32"
-    assert {"runner", "attention", "numerics", "config"} <= info["engine"].keys()
+    assert {"runner", "attention", "derived_weight_bytes", "numerics", "config"} <= info["engine"].keys()

@@ -57,8 +57,7 @@ class CaptureOptions:
 class CapturedForward:
     """``forward(input_ids [1, T], positions [1, T], sample_rows [S]) -> logits [S, vocabulary]``.
 
-    Attributes:
-        derived_bytes: memory of the repacked copies of weights.
+    Weights are bound as objects: swapping their ``.data`` is seen by the next call, once :meth:`after_commit` has run.
     """
 
     def __init__(self, program: Program, layers: list[PackedLinear]) -> None:
@@ -71,6 +70,7 @@ class CapturedForward:
 
     @property
     def derived_bytes(self) -> int:
+        """Memory of the repacked copies of weights."""
         return sum(layer.nbytes for layer in self._layers)
 
     def after_commit(self) -> None:
@@ -80,7 +80,7 @@ class CapturedForward:
 
 
 def capture(model: PreTrainedModel, context: Any, options: CaptureOptions | None = None) -> CapturedForward | None:
-    """Traces the model's forward with symbolic rows and turns it into a function.
+    """Traces the model's forward with two sizes (see :class:`Trace`) and turns it into a function for any size.
 
     Args:
         model: on the CPU, in evaluation mode, with the engine's attention selected.

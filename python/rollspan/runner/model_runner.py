@@ -127,4 +127,5 @@ class ModelRunner:
         runner = "eager" if self._captured is None else "captured"
         if self._graphs is not None and not self._graphs.failed:
             runner = "cuda graphs"
-        return {"runner": runner, "attention": ", ".join(self._attention)}
+        derived = 0 if self._captured is None else self._captured.derived_bytes
+        return {"runner": runner, "attention": ", ".join(self._attention), "derived_weight_bytes": derived}
