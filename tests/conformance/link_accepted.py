@@ -74,6 +74,61 @@ def accepted() -> list[tuple[str, str, Any, dict[str, Any]]]:
         ),
         (
             "outputs",
+            "KV of two commits, and who scored the prompt",
+            envelope(
+                (
+                    output(
+                        kv_spans=[["v6", 2, 0, 5], ["größe-世界", 2**64 - 1, 5, 2**32 - 1]],
+                        prompt_spans=[["v6", 2, 1, 3]],
+                    ),
+                )
+            ),
+            {
+                "timestamp": 1.5,
+                "outputs": [
+                    {
+                        **one,
+                        "kv_spans": [["v6", 2, 0, 5], ["größe-世界", 2**64 - 1, 5, 2**32 - 1]],
+                        "prompt_spans": [["v6", 2, 1, 3]],
+                    }
+                ],
+            },
+        ),
+        (
+            "outputs",
+            "KV spans without those of the prompt, as 21 elements",
+            envelope((output(admission=["v6", 2], kv_spans=[["v6", 2, 0, 1]])[:21],)),
+            {
+                "timestamp": 1.5,
+                "outputs": [{**one, "admission": ["v6", 2], "kv_spans": [["v6", 2, 0, 1]]}],
+            },
+        ),
+        (
+            "outputs",
+            "spans of a prompt whose tokens nothing scored",
+            envelope((output(prompt_spans=[]),)),
+            {"timestamp": 1.5, "outputs": [{**one, "prompt_spans": []}]},
+        ),
+        (
+            "outputs",
+            "newer KV spans",
+            envelope(
+                (output(kv_spans=[["v6", 2, 0, 1, "new"], ["v7", 3, 1, 2]], prompt_spans=[["v7", 3, 1, 2, 7, None]]),)
+            ),
+            {
+                "timestamp": 1.5,
+                "outputs": [{**one, "kv_spans": [["v6", 2, 0, 1], ["v7", 3, 1, 2]], "prompt_spans": [["v7", 3, 1, 2]]}],
+                "skipped_fields": 3,
+            },
+        ),
+        (
+            "outputs",
+            "rollspan before KV spans, 20",
+            envelope((output(admission=["v6", 2])[:20],)),
+            {"timestamp": 1.5, "outputs": [{**one, "admission": ["v6", 2]}]},
+        ),
+        (
+            "outputs",
             "empty label is a label",
             envelope((output(),), weight_version=""),
             {"timestamp": 1.5, "weight_version": "", "outputs": [one]},

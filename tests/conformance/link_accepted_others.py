@@ -66,6 +66,20 @@ def accepted_others() -> list[tuple[str, str, Any, dict[str, Any]]]:
         {"grammar": "root ::= 'a'"},
         {"structural_tag": "{}", "disable_additional_properties": False},
     ]
+    bounds = {
+        "min_weight_commit": 2**63 - 1,
+        "weight_wait_s": 2.5,
+        "max_weight_lag": 0,
+        "return_kv_versions": True,
+        "allow_stale_prefix": True,
+    }
+    provenances: list[tuple[str, Any, dict[str, Any]]] = [
+        ("bounds and KV versions", {**bounds, "a_later_key": [1]}, {"provenance": bounds}),
+        ("one bound", {"max_weight_lag": 3}, {"provenance": {"max_weight_lag": 3}}),
+        ("a wait in whole seconds", {"weight_wait_s": 2}, {"provenance": {"weight_wait_s": 2.0}}),
+        ("provenance that asks for nothing", {"max_weight_lag": None, "return_kv_versions": False}, {}),
+        ("an empty provenance", {}, {}),
+    ]
     return [
         ("request", "all defaults", request(), {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0}),
         ("request", "shortest", request()[:9], {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0}),
@@ -102,6 +116,21 @@ def accepted_others() -> list[tuple[str, str, Any, dict[str, Any]]]:
             "request",
             "what foreign frontends send unasked",
             request(sampling_params=plain),
+            {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0},
+        ),
+        *(
+            (
+                "request",
+                title,
+                request(provenance=provenance),
+                {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0, **meaning},
+            )
+            for title, provenance, meaning in provenances
+        ),
+        (
+            "request",
+            "vLLM's length, 22",
+            request()[:22],
             {"request_id": "r1", "prompt_token_ids": [1, 2], "arrival_time": 1.0},
         ),
         *(
@@ -151,6 +180,21 @@ def accepted_others() -> list[tuple[str, str, Any, dict[str, Any]]]:
             "plain",
             ENGINE_HELLO,
             {name: value for name, value in ENGINE_HELLO.items() if name != "magic"},
+        ),
+        *(
+            (
+                "engine_hello",
+                f"weights {state}",
+                {**ENGINE_HELLO, "weight_state": state},
+                {**{name: value for name, value in ENGINE_HELLO.items() if name != "magic"}, **meaning},
+            )
+            for state, meaning in (
+                ("ready", {}),
+                ("updating", {"weight_state": "updating"}),
+                ("inconsistent", {"weight_state": "inconsistent"}),
+                ("undeclared", {"weight_state": "undeclared"}),
+                ("sleeping", {"weight_state": "sleeping"}),
+            )
         ),
         (
             "engine_hello",

@@ -60,7 +60,7 @@ def array(dtype: str, shape: list[int], values: list[Any]) -> list[Any]:
 
 
 def output(request_id: Any = "r1", tokens: Any = (42,), **fields: Any) -> list[Any]:
-    """EngineCoreOutput with all 20 elements."""
+    """EngineCoreOutput with all 22 elements."""
     names = [
         "new_logprobs",
         "new_prompt_logprobs_tensors",
@@ -80,6 +80,8 @@ def output(request_id: Any = "r1", tokens: Any = (42,), **fields: Any) -> list[A
         "prompt_token_id_logprobs",
         "error",
         "admission",
+        "kv_spans",
+        "prompt_spans",
     ]
     values = {"num_nans_in_logits": 0, **fields}
     assert not set(fields) - set(names), fields
@@ -105,7 +107,7 @@ def envelope(outputs: Any = (), **fields: Any) -> list[Any]:
 
 
 def request(**fields: Any) -> list[Any]:
-    """EngineCoreRequest with all 22 elements."""
+    """EngineCoreRequest with all 23 elements."""
     names = [
         "request_id",
         "prompt_token_ids",
@@ -129,6 +131,7 @@ def request(**fields: Any) -> list[Any]:
         "abort_immediately",
         "session_id",
         "kv_hints",
+        "provenance",
     ]
     defaults = {
         "request_id": "r1",

@@ -83,6 +83,22 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
         ("outputs", "admission too short", envelope((output(admission=["v7"]),)), "too_short"),
         ("outputs", "admission a map", envelope((output(admission={"weight_version": "v7"}),)), "wrong_type"),
         ("outputs", "admission label nil", envelope((output(admission=[None, 1]),)), "wrong_type"),
+        *(
+            ("outputs", f"{name} {title}", envelope((output(**{name: value}),)), reason)
+            for name in ("kv_spans", "prompt_spans")
+            for title, value, reason in (
+                ("a map", {"v7": [0, 1]}, "wrong_type"),
+                ("as bytes", b"", "wrong_type"),
+                ("with a span as a map", [{"start": 0}], "wrong_type"),
+                ("with a span too short", [["v7", 1, 0]], "too_short"),
+                ("with a label nil", [[None, 1, 0, 1]], "wrong_type"),
+                ("with a commit that is negative", [["v7", -1, 0, 1]], "out_of_range"),
+                ("with a start that is negative", [["v7", 1, -1, 1]], "out_of_range"),
+                ("with an end over 32 bits", [["v7", 1, 0, 2**32]], "out_of_range"),
+                ("with an end that is a float", [["v7", 1, 0, 1.0]], "wrong_type"),
+                ("nested 100 deep behind a span", [["v7", 1, 0, 1, nested(100)]], "too_deep"),
+            )
+        ),
         ("outputs", "log-probs as plain lists", envelope((output(new_logprobs=[[[42]], [[-0.5]], [1], None]),)), None),
         ("outputs", "log-probs too few arrays", envelope((output(new_logprobs=rows[:2]),)), "too_short"),
         ("outputs", "log-probs of another dtype", with_rows(0, array("<f4", [1, 2], [1.0, 2.0])), "bad_array"),
@@ -227,6 +243,25 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
                 ("prompt_logprobs", "a float", 1.5),
             )
         ),
+        ("request", "provenance an array", request(provenance=[]), "wrong_type"),
+        ("request", "provenance a string", request(provenance="new"), "wrong_type"),
+        *(
+            ("request", f"provenance: {name} {title}", request(provenance={name: value}), None)
+            for name, title, value in (
+                ("min_weight_commit", "negative", -1),
+                ("min_weight_commit", "nil", None),
+                ("min_weight_commit", "a float", 1.0),
+                ("min_weight_commit", "a boolean", True),
+                ("weight_wait_s", "negative", -0.5),
+                ("weight_wait_s", "infinite", float("inf")),
+                ("weight_wait_s", "not a number", float("nan")),
+                ("weight_wait_s", "a string", "1"),
+                ("max_weight_lag", "negative", -1),
+                ("max_weight_lag", "a string", "1"),
+                ("return_kv_versions", "an integer", 1),
+                ("allow_stale_prefix", "nil", None),
+            )
+        ),
         ("request", "output kind unknown", request(sampling_params={"output_kind": 3}), None),
         ("abort", "a string", "r1", "wrong_type"),
         ("abort", "an integer among the ids", ["r1", 1], "wrong_type"),
@@ -241,6 +276,8 @@ def refused() -> list[tuple[str, str, Any, str | None]]:
         ("engine_hello", "another major version", {**ENGINE_HELLO, "version": [0, 9]}, "version"),
         ("engine_hello", "no label", hello_less, None),
         ("engine_hello", "label an integer", {**ENGINE_HELLO, "weight_version": 7}, "wrong_type"),
+        ("engine_hello", "weight state nil", {**ENGINE_HELLO, "weight_state": None}, "wrong_type"),
+        ("engine_hello", "weight state a number", {**ENGINE_HELLO, "weight_state": 1}, "wrong_type"),
         ("engine_hello", "no limits", {**ENGINE_HELLO, "limits": {}}, None),
         (
             "engine_hello",

@@ -32,14 +32,14 @@ def test_elements_of_later_versions_are_skipped_and_counted(
     message: m.EngineCoreOutputs, envelope: list[Any], each: list[Any]
 ) -> None:
     row = msgpack.unpackb(codec.encode_outputs(message))
-    row[1] = [[*output, *each] for output in row[1]]
+    row[1] = [[*output, *[None] * (22 - len(output)), *each] for output in row[1]]
     decoded = codec.decode_outputs([msgpack.packb([*row, *envelope])])
     assert decoded.skipped_fields == len(envelope) + len(each) * len(message.outputs)
     decoded.skipped_fields = 0
     assert repr(outputs_view(decoded)) == repr(outputs_view(message))
 
 
-@given(message=batches(timestamp=st.just(1.0)), envelope=st.integers(2, 10), each=st.integers(2, 20))
+@given(message=batches(timestamp=st.just(1.0)), envelope=st.integers(2, 10), each=st.integers(2, 22))
 def test_elements_that_an_older_version_lacks_take_their_default(
     message: m.EngineCoreOutputs, envelope: int, each: int
 ) -> None:
@@ -49,4 +49,5 @@ def test_elements_that_an_older_version_lacks_take_their_default(
     assert [output.request_id for output in decoded.outputs] == [output.request_id for output in message.outputs]
     assert [output.new_token_ids for output in decoded.outputs] == [output.new_token_ids for output in message.outputs]
     assert decoded.weight_version == (message.weight_version if envelope > 8 else None)
-    assert all(output.admission is None for output in decoded.outputs) or each == 20
+    assert all(output.admission is None for output in decoded.outputs) or each >= 20
+    assert all(output.kv_spans is None for output in decoded.outputs) or each >= 21

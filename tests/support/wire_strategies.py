@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rollspan.protocol import messages as m
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
 
 LABELS = st.none() | st.sampled_from(["A", "B", "", "größe"])
@@ -15,6 +16,16 @@ COMMITS = st.none() | st.integers(0, 2**64 - 1)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SHORT = st.text(max_size=4)
+_POSITIONS = st.integers(0, 2**32 - 1)
+SPANS = st.none() | st.lists(st.tuples(SHORT, st.integers(0, 2**64 - 1), _POSITIONS, _POSITIONS), max_size=3)
+PROVENANCE = st.builds(
+    Provenance,
+    min_weight_commit=st.integers(0, 2**63 - 1),
+    weight_wait_s=st.floats(0, 1e300),
+    max_weight_lag=st.none() | st.integers(0, 2**63 - 1),
+    return_kv_versions=st.booleans(),
+    allow_stale_prefix=st.booleans(),
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(-1e300, 1e300) | SHORT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SHORT, inner, max_size=3),
@@ -62,6 +73,8 @@ def outputs(draw: st.DrawFn) -> m.EngineCoreOutput:
         new_prompt_logprobs=draw(st.none() | st.integers(0, 3).flatmap(logprobs)),
         routed_experts=draw(st.none() | experts()),
         admission=draw(st.none() | st.tuples(SHORT, st.integers(0, 2**64 - 1))),
+        kv_spans=draw(SPANS),
+        prompt_spans=draw(SPANS),
     )
 
 
@@ -139,4 +152,5 @@ def requests(draw: st.DrawFn) -> m.EngineCoreRequest:
         priority=draw(INT64),
         external_req_id=draw(st.none() | SHORT),
         session_id=draw(st.none() | SHORT),
+        provenance=draw(st.just(NO_PROVENANCE) | PROVENANCE),
     )

@@ -75,6 +75,8 @@ def view(kind: str, frames: list[bytes]) -> dict[str, Any]:
     fields = dataclasses.asdict(decode(payload))
     if kind == "client_hello":
         assert fields.pop("role") == "frontend"
+    if fields.get("weight_state") == "ready":
+        del fields["weight_state"]
     return _plain(fields)
 
 
@@ -115,7 +117,8 @@ def request_view(request: EngineCoreRequest) -> dict[str, Any]:
         )
     }
     sampling = sampling_view(request.sampling_params)
-    return _without({**fields, "sampling_params": sampling}, {"client_index": 0, "priority": 0, "sampling_params": {}})
+    fields |= {"sampling_params": sampling, "provenance": request.provenance.to_wire()}
+    return _without(fields, {"client_index": 0, "priority": 0, "sampling_params": {}})
 
 
 def sampling_view(params: SamplingParams) -> dict[str, Any]:
@@ -135,6 +138,8 @@ def _output_view(output: EngineCoreOutput) -> dict[str, Any]:
         "error": None if output.error is None else _without(dataclasses.asdict(output.error), {}),
         "admission": None if output.admission is None else list(output.admission),
     }
+    for key in ("kv_spans", "prompt_spans"):
+        fields[key] = _plain(getattr(output, key))
     if output.prefill_stats is not None:
         fields["prefill_stats"] = {name: output.prefill_stats.get(name, 0) for name in PREFILL_KEYS}
     for key in ("new_logprobs", "new_prompt_logprobs"):

@@ -27,6 +27,7 @@ from rollspan.protocol.strict import (
     shallow,
     unpack,
 )
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import SamplingParams
 
 __all__ = [
@@ -62,7 +63,8 @@ class RequestRefusedError(RollspanError):
 
 
 def encode_request(request: m.EngineCoreRequest) -> bytes:
-    """EngineCoreRequest as 22 elements."""
+    """EngineCoreRequest as vLLM's 22 elements, and ours where it asks for anything."""
+    provenance = request.provenance.to_wire()
     return pack(
         (
             request.request_id,
@@ -87,11 +89,12 @@ def encode_request(request: m.EngineCoreRequest) -> bytes:
             False,
             request.session_id,
             None,
+            *(() if provenance is None else (provenance,)),
         )
     )
 
 
-_REQUEST_DEFAULTS = (None, None, 0, 0, 0, None, False, None, None, None, False, None, None)
+_REQUEST_DEFAULTS = (None, None, 0, 0, 0, None, False, None, None, None, False, None, None, None)
 #: Elements that only a feature which we lack would set, by index.
 _REQUEST_UNSUPPORTED = {
     2: "mm_features",
@@ -113,7 +116,7 @@ def decode_request(payload: bytes) -> m.EngineCoreRequest:
     row = read_array(unpack(payload), "EngineCoreRequest", 9)
     for element in (*row[2:3], *row[4:5], *row[6:7], *row[9:]):
         shallow(element, 2)
-    row = row + list(_REQUEST_DEFAULTS[len(row) - 9 :]) if len(row) < 22 else row
+    row = row + list(_REQUEST_DEFAULTS[len(row) - 9 :]) if len(row) < 23 else row
     request_id = read_text(row[0], "request_id")
     try:
         return _decode_request(request_id, row)
@@ -143,6 +146,7 @@ def _decode_request(request_id: str, row: list[Any]) -> m.EngineCoreRequest:
         data_parallel_rank=None if row[8] is None else read_int(row[8], "data_parallel_rank", 0, U32),
         client_index=read_int(row[11], "client_index", 0, U32),
         priority=read_int(row[13], "priority", -(2**63), I64),
+        provenance=NO_PROVENANCE if row[22] is None else Provenance.from_fields(read_map(row[22], "provenance")),
         **optional_text,
     )
 
@@ -266,6 +270,7 @@ def decode_engine_hello(payload: bytes) -> m.EngineHello:
         pid=read_int(fields.get("pid"), "pid", 0, U32),
         engine_index=read_int(fields.get("engine_index", 0), "engine_index", 0, U32),
         paused=read_bool(fields.get("paused", False), "paused"),
+        weight_state=read_text(fields.get("weight_state", "ready"), "weight_state"),
         version=version,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import SamplingParams
 
 MAGIC = "rollspan"
@@ -42,6 +43,10 @@ class EngineError:
     retryable: bool = False
     param: str | None = None
     reason: str | None = None
+
+
+#: (label, commit number, start, end): positions start to end - 1 belong to those weights.
+StampSpan = tuple[str, int, int, int]
 
 
 @dataclass
@@ -96,6 +101,9 @@ class EngineCoreOutput:
         admission: (label, commit number) when the request entered the scheduler; on the first and last output.
         new_prompt_logprobs: of prompt tokens 1..n-1 (row i is about token i + 1; column 0 is that token), whole, with
             the output that follows the last piece of the prompt.
+        kv_spans: which weights computed the KV at positions 0 to that of the first new token; with the first token
+            and whenever it has changed otherwise than by growing under the message's stamp.
+        prompt_spans: which weights scored prompt tokens 1..n-1; with ``new_prompt_logprobs``.
         routed_experts: integers ``[tokens, layers, top_k]``: experts of prompt and output tokens but the last, from
             ``routed_experts_prompt_start``; on the terminal output.
     """
@@ -110,6 +118,8 @@ class EngineCoreOutput:
     admission: tuple[str, int] | None = None
     new_prompt_logprobs: LogprobsLists | None = None
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
+    kv_spans: list[StampSpan] | None = None
+    prompt_spans: list[StampSpan] | None = None
 
 
 @dataclass
@@ -204,6 +214,7 @@ class EngineHello:
     pid: int
     engine_index: int = 0
     paused: bool = False
+    weight_state: str = "ready"
     version: tuple[int, int] = PROTOCOL_VERSION
 
 

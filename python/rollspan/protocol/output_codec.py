@@ -64,7 +64,15 @@ def _encode_output(output: m.EngineCoreOutput) -> tuple[Any, ...]:
         None,
         None if error is None else _encode_error(error),
         output.admission,
+        *_encode_spans(output),
     )
+
+
+def _encode_spans(output: m.EngineCoreOutput) -> tuple[Any, ...]:
+    """Elements from the 21st on: none where an output has no such spans, as nearly all have."""
+    if output.prompt_spans is not None:
+        return output.kv_spans, output.prompt_spans
+    return () if output.kv_spans is None else (output.kv_spans,)
 
 
 def _encode_error(error: m.EngineError) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def _put_logprobs(packed: bytes, outputs: list[m.EngineCoreOutput]) -> bytes:
 
 
 def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
-    """EngineCoreOutputs as 10 elements (vLLM's 9 and ours), each output as 20 (19 and ours), arrays inline."""
+    """EngineCoreOutputs as 10 elements (vLLM's 9 and ours), each output as 20 to 22 (19 and ours), arrays inline."""
     utility = outputs.utility_output
     packed = pack(
         (
@@ -117,8 +125,8 @@ def encode_outputs(outputs: m.EngineCoreOutputs) -> bytes:
 def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOutput, int]:
     row = read_array(value, "EngineCoreOutput", 2)
     known = len(row)
-    if known < 20:
-        row = row + [None] * (20 - known)
+    if known < 22:
+        row = row + [None] * (22 - known)
         if known <= 13:
             row[13] = 0
     for index in (4, 7, 8, 9, 10, 14, 15, 16, 17):
@@ -130,7 +138,7 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
     if row[7] is not None:
         read_array(row[7], "events", 0)
     read_int(row[13], "num_nans_in_logits", 0, I64)
-    for element in row[20:]:
+    for element in row[22:]:
         shallow(element)
     stop_reason = row[6]
     if stop_reason is not None and not isinstance(stop_reason, str):
@@ -148,12 +156,14 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
             ),
         )
     admission = None
-    extra = max(known - 20, 0)
+    extra = max(known - 22, 0)
     if row[19] is not None:
         pair = read_array(row[19], "admission", 2)
         shallow(pair[2:], 5)
         extra += len(pair) - 2
         admission = (read_text(pair[0], "admission label"), read_int(pair[1], "admission commit", 0, U64))
+    kv_spans, kv_extra = _decode_spans(row[20], "kv_spans")
+    prompt_spans, prompt_extra = _decode_spans(row[21], "prompt_spans")
     output = m.EngineCoreOutput(
         request_id=read_text(row[0], "request_id"),
         new_token_ids=read_token_ids(row[1], "new_token_ids"),
@@ -165,10 +175,29 @@ def _decode_output(value: Any, buffers: Sequence[bytes]) -> tuple[m.EngineCoreOu
         admission=admission,
         new_prompt_logprobs=None if row[3] is None else decode_tensors(row[3], "prompt_logprobs", buffers),
         routed_experts=None if row[12] is None else decode_experts(row[12], buffers),
+        kv_spans=kv_spans,
+        prompt_spans=prompt_spans,
     )
     if output.new_logprobs is not None and len(output.new_logprobs.token_ids) != len(output.new_token_ids):
         fail("bad_array", "log-probs and new tokens differ in number")
-    return output, extra
+    return output, extra + kv_extra + prompt_extra
+
+
+def _decode_spans(value: Any, name: str) -> tuple[list[m.StampSpan] | None, int]:
+    """The spans, and how many elements of theirs were passed over."""
+    if value is None:
+        return None, 0
+    spans: list[m.StampSpan] = []
+    extra = 0
+    for item in read_array(value, name, 0):
+        row = read_array(item, name, 4)
+        shallow(row[4:], 6)
+        extra += len(row) - 4
+        label, commit = read_text(row[0], f"{name} label"), read_int(row[1], f"{name} commit", 0, U64)
+        spans.append(
+            (label, commit, read_int(row[2], f"{name} start", 0, U32), read_int(row[3], f"{name} end", 0, U32))
+        )
+    return spans, extra
 
 
 def _decode_stats(value: Any) -> dict[str, Any]:
