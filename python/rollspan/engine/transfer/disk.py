@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.safetensors_file import SafetensorsError, read_safetensors
+from rollspan.engine.transfer.safetensors_file import read_safetensors
 from rollspan.errors import RollspanError, shown
+from rollspan.safetensors_format import SafetensorsError
 
 INDEX = "model.safetensors.index.json"
 PARAM = "update_info.path"
