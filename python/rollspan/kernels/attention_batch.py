@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionBatch:
     """The sequences of one step: rows of the flattened queries, and where the keys and values of each lie.
 
@@ -27,6 +27,7 @@ class AttentionBatch:
         max_query_len: the most rows of a sequence.
         max_seq_len: the most keys of a sequence.
         derived: what backends derive from the batch, made in the first layer and used by all of them.
+        layout: likewise, where it follows from the addresses, sizes and types of the tensors alone.
     """
 
     query_start: Tensor
@@ -36,6 +37,12 @@ class AttentionBatch:
     max_query_len: int
     max_seq_len: int
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    layout: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def advance(self, max_seq_len: int) -> None:
+        """The tensors hold the numbers of another step now, in which the longest sequence has ``max_seq_len`` keys."""
+        self.max_seq_len = max_seq_len
+        self.derived.clear()
 
 
 class AttentionBackend(Protocol):

@@ -89,7 +89,7 @@ class NativeAttention:
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-        numbers = batch.derived.get("native") or _numbers(batch, rows)
+        numbers = batch.layout.get("native") or _numbers(batch, rows)
         if numbers[6] != rows:
             raise ValueError(f"{rows} rows given, but the batch has {numbers[6]}")
         if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
@@ -155,5 +155,5 @@ def _numbers(batch: AttentionBatch, rows: int) -> tuple[int, ...]:
     ):
         raise ValueError(f"the tensors of a batch do not fit each other, or {rows} rows")
     numbers = (*(t.data_ptr() for t, _, _ in expected), sequences, width, rows)
-    batch.derived["native"] = numbers
+    batch.layout["native"] = numbers
     return numbers

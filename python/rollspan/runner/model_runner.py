@@ -16,7 +16,8 @@ from rollspan.kernels.invariant import InvariantMode, overloads
 from rollspan.runner import graph
 from rollspan.runner.attention import PagedCache, StepContext
 from rollspan.runner.cuda_graphs import CudaGraphs, padded_sizes
-from rollspan.runner.input_batch import InputBatchBuilder, PendingTokens, StepLogits
+from rollspan.runner.input_batch import PendingTokens, StepLogits
+from rollspan.runner.input_builder import InputBatchBuilder
 from rollspan.runner.routing import RoutedExperts
 from rollspan.runner.self_check import SelfCheck
 
