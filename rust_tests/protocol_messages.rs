@@ -7,9 +7,9 @@ use std::sync::Arc;
 use rollspan_protocol::{
     Admission, Batch, Body, ClientHello, Dead, DecodeErrorKind, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest,
     EngineError, EngineHello, FinishReason, FrameError, FrameHeader, FrameKind, Limits, LogprobsLists, MAX_FRAME_BYTES,
-    ModelFacts, PrefillStats, PrefixCacheStats, RoutedExperts, SamplingParams, SchedulerStats, StopReason,
-    StructuredOutputs, UtilityFailure, UtilityOutput, UtilityRequest, VERSION, decode_abort, decode_outputs,
-    encode_abort, encode_frame, recover_request_ids,
+    ModelFacts, PrefillStats, PrefixCacheStats, Provenance, RoutedExperts, SamplingParams, SchedulerStats, StampSpan,
+    StopReason, StructuredOutputs, UtilityFailure, UtilityOutput, UtilityRequest, VERSION, WeightUpdateSeconds,
+    WeightUpdates, decode_abort, decode_outputs, encode_abort, encode_frame, recover_request_ids,
 };
 use serde_json::json;
 
@@ -66,6 +66,9 @@ fn every_family_of_outputs_survives_a_round_trip() {
         kv_cache_usage: 0.5,
         prefix_cache_stats: Some(PrefixCacheStats { queries: 4, hits: 2, ..PrefixCacheStats::default() }),
         paused: Some(true),
+        weight_state: Some("updating".into()),
+        weight_updates: Some(WeightUpdates { success: 3, failure: 1 }),
+        weight_update_seconds: Some(WeightUpdateSeconds { receive: 1.5, stall: Some(0.25), ..Default::default() }),
         ..SchedulerStats::default()
     };
     let whole = Batch {
@@ -146,6 +149,7 @@ fn requests_calls_and_hellos_survive_a_round_trip() {
         weight_version: "default".into(),
         weight_commit: 0,
         paused: true,
+        weight_state: "updating".into(),
     };
     assert_eq!(EngineHello::decode(&hello.encode()).unwrap().value, hello);
 }
@@ -186,7 +190,7 @@ fn what_is_passed_on_keeps_its_bytes_and_is_checked() {
     let within = |value: &[u8]| [b"\x92\x00\x91\x95\xa2r1\x91\x2a\xc0\xc0\x81\xa1k", value].concat();
     let behind = |value: &[u8]| {
         let nils = [0xc0; 11];
-        [b"\x92\x00\x91\xdc\x00\x15\xa2r1\x91\x2a", &nils[..], b"\x00", &[0xc0; 6], value].concat()
+        [b"\x92\x00\x91\xdc\x00\x17\xa2r1\x91\x2a", &nils[..], b"\x00", &[0xc0; 8], value].concat()
     };
     // Not the shortest form of 1, a 32-bit float, bytes that are not UTF-8, an array of numbers.
     for value in [&b"\xcd\x00\x01"[..], b"\xca\x3f\x80\x00\x00", b"\xc4\x02\xff\xfe", b"\xd7\x0312345678"] {
@@ -216,4 +220,26 @@ fn a_frame_over_the_limit_is_refused_on_both_sides_before_it_is_allocated() {
     let frame = encode_frame(FrameKind::Outputs, &[0; 8], 8);
     assert_eq!(frame, Err(FrameError::TooLarge { length: 9, limit: 8 }));
     assert_eq!(encode_frame(FrameKind::Outputs, &[0; 8], 9).unwrap().len(), 13);
+}
+
+#[test]
+fn elements_of_ours_are_written_only_where_they_say_something() {
+    let plain = EngineCoreRequest { request_id: "r1".into(), ..EngineCoreRequest::default() };
+    let bound = Provenance { max_weight_lag: Some(0), ..Provenance::default() };
+    let bounded = EngineCoreRequest { provenance: bound, ..plain.clone() };
+    // An array of 16 bits of length.
+    assert_eq!(plain.encode()[..3], [0xdc, 0, 22]);
+    assert_eq!(bounded.encode()[..3], [0xdc, 0, 23]);
+    assert_eq!(EngineCoreRequest::decode(&bounded.encode()).unwrap().value, bounded);
+    let span = |end| StampSpan { weight_version: "v7".into(), weight_commit: 3, start: 0, end };
+    let with = |kv, prompt| EngineCoreOutput { kv_spans: kv, prompt_spans: prompt, ..output("r1") };
+    let length = |output: &EngineCoreOutput| {
+        let payload = batch(vec![output.clone()]).encode();
+        assert_eq!(decode_outputs(&[&payload]).unwrap().value, batch(vec![output.clone()]));
+        payload[5]
+    };
+    assert_eq!(length(&with(None, None)), 20);
+    assert_eq!(length(&with(Some(vec![span(4)]), None)), 21);
+    assert_eq!(length(&with(None, Some(vec![span(4)]))), 22);
+    assert_eq!(length(&with(Some(vec![]), Some(vec![]))), 22);
 }

@@ -7,7 +7,8 @@ use proptest::option;
 use proptest::prelude::*;
 use rollspan_protocol::{
     Admission, Batch, Body, ENVELOPE_ELEMENTS, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineError,
-    FinishReason, LogprobsLists, RoutedExperts, SamplingParams, StopReason, StructuredOutputs, decode_outputs,
+    FinishReason, LogprobsLists, Provenance, RoutedExperts, SamplingParams, StampSpan, StopReason, StructuredOutputs,
+    decode_outputs,
 };
 
 fn logprobs(positions: usize) -> impl Strategy<Value = LogprobsLists> {
@@ -54,7 +55,7 @@ fn output() -> impl Strategy<Value = EngineCoreOutput> {
         (Just(tokens), rows)
     });
     let ends = (option::of(finish_reason()), option::of(stop), option::of(error), option::of(admission));
-    let asked = (option::of((0_usize..3).prop_flat_map(logprobs)), option::of(experts()));
+    let asked = (option::of((0_usize..3).prop_flat_map(logprobs)), option::of(experts()), spans(), spans());
     (".{0,8}", tokens, asked, ends).prop_map(|(request_id, (new_token_ids, new_logprobs), asked, ends)| {
         EngineCoreOutput {
             request_id,
@@ -62,6 +63,8 @@ fn output() -> impl Strategy<Value = EngineCoreOutput> {
             new_logprobs,
             new_prompt_logprobs: asked.0.map(Box::new),
             routed_experts: asked.1.map(Box::new),
+            kv_spans: asked.2,
+            prompt_spans: asked.3,
             finish_reason: ends.0,
             stop_reason: ends.1,
             error: ends.2,
@@ -69,6 +72,13 @@ fn output() -> impl Strategy<Value = EngineCoreOutput> {
             ..EngineCoreOutput::default()
         }
     })
+}
+
+fn spans() -> impl Strategy<Value = Option<Vec<StampSpan>>> {
+    let span = (".{0,4}", any::<u64>(), any::<u32>(), any::<u32>()).prop_map(|(label, weight_commit, start, end)| {
+        StampSpan { weight_version: label.into(), weight_commit, start, end }
+    });
+    option::of(vec(span, 0..3))
 }
 
 fn message() -> impl Strategy<Value = EngineCoreOutputs> {
@@ -118,6 +128,7 @@ proptest! {
         regex in option::of(".{0,4}"),
         experts in (option::of(any::<bool>()), any::<u64>(), option::of(any::<bool>()), option::of(any::<i64>())),
         salt in option::of(".{0,4}"),
+        bounds in (any::<u64>(), 0.0..1e300_f64, option::of(any::<u64>()), any::<bool>(), any::<bool>()),
     ) {
         let params = SamplingParams {
             temperature: numbers.0,
@@ -147,6 +158,13 @@ proptest! {
             sampling_params: Some(params),
             cache_salt: salt,
             priority: numbers.2,
+            provenance: Provenance {
+                min_weight_commit: bounds.0,
+                weight_wait_s: bounds.1,
+                max_weight_lag: bounds.2,
+                return_kv_versions: bounds.3,
+                allow_stale_prefix: bounds.4,
+            },
             ..EngineCoreRequest::default()
         };
         prop_assert_eq!(EngineCoreRequest::decode(&request.encode()).unwrap().value, request);

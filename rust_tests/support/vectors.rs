@@ -4,8 +4,8 @@ use std::path::Path;
 
 use rollspan_protocol::{
     Body, ClientHello, Dead, DecodeError, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineHello,
-    LogprobsLists, PrefixCacheStats, RoutedExperts, SamplingParams, StopReason, UtilityRequest, decode_abort,
-    decode_outputs,
+    LogprobsLists, PrefixCacheStats, Provenance, RoutedExperts, SamplingParams, StampSpan, StopReason, UtilityRequest,
+    decode_abort, decode_outputs,
 };
 use serde_json::{Map, Value, json};
 
@@ -69,7 +69,7 @@ pub fn view(kind: &str, frames: &[Vec<u8>]) -> Result<Value, DecodeError> {
 
 fn engine_hello_view(hello: &EngineHello) -> Value {
     let (limits, model) = (&hello.limits, &hello.model);
-    json!({
+    let fields = json!({
         "version": hello.version,
         "rollspan_version": hello.rollspan_version,
         "engine_index": hello.engine_index,
@@ -95,7 +95,9 @@ fn engine_hello_view(hello: &EngineHello) -> Value {
         "weight_version": hello.weight_version,
         "weight_commit": hello.weight_commit,
         "paused": hello.paused,
-    })
+        "weight_state": hello.weight_state,
+    });
+    without(fields, &[("weight_state", json!("ready"))])
 }
 
 /// Leaves out what is null or equals its default.
@@ -176,8 +178,14 @@ fn output_view(output: &EngineCoreOutput) -> Value {
         })),
         "error": output.error.as_ref().map(|error| without(json!(error), &[])),
         "admission": output.admission.as_ref().map(|stamp| json!([&*stamp.weight_version, stamp.weight_commit])),
+        "kv_spans": output.kv_spans.as_deref().map(spans_view),
+        "prompt_spans": output.prompt_spans.as_deref().map(spans_view),
     });
     without(fields, &[("new_token_ids", json!([]))])
+}
+
+fn spans_view(spans: &[StampSpan]) -> Value {
+    spans.iter().map(|span| json!([&*span.weight_version, span.weight_commit, span.start, span.end])).collect()
 }
 
 fn logprobs_view(lists: &LogprobsLists) -> Value {
@@ -210,8 +218,25 @@ fn request_view(request: &EngineCoreRequest) -> Value {
         "priority": request.priority,
         "external_req_id": request.external_req_id,
         "session_id": request.session_id,
+        "provenance": provenance_view(&request.provenance),
     });
-    without(fields, &[("client_index", json!(0)), ("priority", json!(0)), ("sampling_params", json!({}))])
+    let nothing = json!({});
+    let defaults = [("client_index", json!(0)), ("priority", json!(0)), ("sampling_params", nothing.clone())];
+    without(fields, &[&defaults[..], &[("provenance", nothing)]].concat())
+}
+
+/// View of what a request asks about weights.
+pub fn provenance_view(provenance: &Provenance) -> Value {
+    let fields = json!({
+        "min_weight_commit": provenance.min_weight_commit,
+        "weight_wait_s": provenance.weight_wait_s,
+        "max_weight_lag": provenance.max_weight_lag,
+        "return_kv_versions": provenance.return_kv_versions,
+        "allow_stale_prefix": provenance.allow_stale_prefix,
+    });
+    let (zero, no) = (json!(0), json!(false));
+    let flags = [("return_kv_versions", no.clone()), ("allow_stale_prefix", no)];
+    without(fields, &[&flags[..], &[("min_weight_commit", zero), ("weight_wait_s", json!(0.0))]].concat())
 }
 
 fn bias_view(bias: &[(u32, f64)]) -> Option<Map<String, Value>> {

@@ -182,6 +182,7 @@ pub fn hello() -> EngineHello {
         weight_version: "default".to_owned(),
         weight_commit: 0,
         paused: false,
+        weight_state: "ready".to_owned(),
     }
 }
 

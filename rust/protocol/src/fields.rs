@@ -83,10 +83,11 @@ pub(crate) fn entries<'s, 'a, 'de, A: MapAccess<'de>>(
     Ok(())
 }
 
-/// A struct that is a map: keys that are only checked, by their types; keys that must be there; keys that have a default.
-/// Unknown ones are ignored.
+/// A struct that is a map: keys that are only checked, by their types; keys that must be there; keys that have a default,
+/// that of their type or another one. Unknown ones are ignored.
 macro_rules! map_struct {
-    ($type:ident: $(check $checked:ident: $check:ty,)* $(required $required:ident,)* $(defaulted $defaulted:ident,)*) => {
+    ($type:ident: $(check $checked:ident: $check:ty,)* $(required $required:ident,)* $(defaulted $defaulted:ident,)*
+        $(otherwise $otherwise:ident: $value:expr,)*) => {
         impl $crate::wire::Wire for $type {
             const EXPECTED: &'static str = "a map";
 
@@ -97,17 +98,19 @@ macro_rules! map_struct {
                 $(let mut $checked: Option<$check> = None;)*
                 $(let mut $required = None;)*
                 $(let mut $defaulted = Default::default();)*
+                $(let mut $otherwise = $value.into();)*
                 $crate::fields::entries(access, source, |key, entry| {
                     match key {
                         $(stringify!($checked) => $checked = Some(entry.read()?),)*
                         $(stringify!($required) => $required = Some(entry.read()?),)*
                         $(stringify!($defaulted) => $defaulted = entry.read()?,)*
+                        $(stringify!($otherwise) => $otherwise = entry.read()?,)*
                         _ => entry.skip()?,
                     }
                     Ok(())
                 })?;
                 $(source.required($checked, stringify!($checked))?;)*
-                Ok(Self { $($required: source.required($required, stringify!($required))?,)* $($defaulted,)* })
+                Ok(Self { $($required: source.required($required, stringify!($required))?,)* $($defaulted,)* $($otherwise,)* })
             }
         }
     };

@@ -20,6 +20,9 @@ pub const VERSION: [u64; 2] = [1, 0];
 /// The role of a frontend.
 const ROLE: &str = "frontend";
 
+/// State of the weights of engines that don't say.
+const READY: &str = "ready";
+
 /// First frame of a frontend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientHello {
@@ -52,6 +55,8 @@ pub struct EngineHello {
     pub weight_commit: u64,
     /// The scheduler was paused when the hello was sent.
     pub paused: bool,
+    /// State of its weights when the hello was sent, as in [`crate::SchedulerStats::weight_state`].
+    pub weight_state: String,
 }
 
 /// Why an engine ends, in its last frame.
@@ -112,6 +117,7 @@ map_struct! {
     required weight_version,
     required weight_commit,
     required paused,
+    otherwise weight_state: READY,
 }
 
 map_struct! {
@@ -151,7 +157,7 @@ impl EngineHello {
     /// The payload of an `ENGINE_HELLO` frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::new();
-        writer.map(10);
+        writer.map(11);
         writer.entry("magic", MAGIC);
         writer.entry("version", self.version);
         writer.entry("rollspan_version", &self.rollspan_version);
@@ -162,6 +168,7 @@ impl EngineHello {
         writer.entry("weight_version", &self.weight_version);
         writer.entry("weight_commit", self.weight_commit);
         writer.entry("paused", self.paused);
+        writer.entry("weight_state", &self.weight_state);
         writer.into_bytes()
     }
 

@@ -14,6 +14,7 @@ mod hello;
 mod logprobs;
 mod output;
 mod outputs;
+mod provenance;
 mod raw;
 mod request;
 mod routed_experts;
@@ -36,9 +37,10 @@ pub use outputs::{
     Batch, Body, ENVELOPE_ELEMENTS, EngineCoreOutputs, UtilityFailure, UtilityOutput, decode_outputs,
     recover_request_ids,
 };
+pub use provenance::{Provenance, StampSpan};
 pub use raw::RawValue;
 pub use request::{EngineCoreRequest, REQUEST_ELEMENTS, UtilityRequest, decode_abort, encode_abort};
 pub use routed_experts::RoutedExperts;
 pub use sampling_params::SamplingParams;
-pub use stats::{PrefillStats, PrefixCacheStats, SchedulerStats};
+pub use stats::{PrefillStats, PrefixCacheStats, SchedulerStats, WeightUpdateSeconds, WeightUpdates};
 pub use structured_outputs::StructuredOutputs;

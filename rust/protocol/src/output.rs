@@ -8,6 +8,7 @@ use serde::de::SeqAccess;
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::{Fields, map_struct};
 use crate::logprobs::{LogprobsLists, Tensors};
+use crate::provenance::StampSpan;
 use crate::raw::RawValue;
 use crate::routed_experts::RoutedExperts;
 use crate::source::Source;
@@ -17,7 +18,7 @@ use crate::wire::{Scalar, Wire, in_range, scalars};
 use crate::writer::Writer;
 
 /// Elements of an `EngineCoreOutput` array: vLLM's 19, then ours.
-pub const OUTPUT_ELEMENTS: usize = 20;
+pub const OUTPUT_ELEMENTS: usize = 22;
 
 /// Why a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -124,6 +125,11 @@ pub struct EngineCoreOutput {
     pub error: Option<EngineError>,
     /// With the first and the last output of a request (ours).
     pub admission: Option<Admission>,
+    /// Which weights computed the KV at positions 0 to that of the first new token; with the first token, and whenever it
+    /// has changed otherwise than by growing under the message's stamp (ours).
+    pub kv_spans: Option<Vec<StampSpan>>,
+    /// Which weights scored the prompt's tokens after the first; with their log-probs (ours).
+    pub prompt_spans: Option<Vec<StampSpan>>,
     /// Elements that this version only passes on, by name, where they were not nil.
     pub other: Vec<(&'static str, RawValue)>,
 }
@@ -157,6 +163,8 @@ impl Wire for EngineCoreOutput {
         fields.kept::<Skipped>("prompt_token_id_logprobs", &mut output.other)?;
         fields.defaulted("error", &mut output.error)?;
         fields.defaulted("admission", &mut output.admission)?;
+        fields.defaulted("kv_spans", &mut output.kv_spans)?;
+        fields.defaulted("prompt_spans", &mut output.prompt_spans)?;
         fields.close()?;
         let tokens = output.new_token_ids.len();
         let rows = output.new_logprobs.as_ref().map_or(tokens, LogprobsLists::positions);
@@ -170,7 +178,9 @@ impl Wire for EngineCoreOutput {
 
 impl EngineCoreOutput {
     pub(crate) fn write(&self, writer: &mut Writer) {
-        writer.array(OUTPUT_ELEMENTS);
+        // Nearly all outputs have none.
+        let spans = if self.prompt_spans.is_some() { 2 } else { usize::from(self.kv_spans.is_some()) };
+        writer.array(OUTPUT_ELEMENTS - 2 + spans);
         writer.value(&self.request_id);
         writer.value(&self.new_token_ids);
         writer.optional(self.new_logprobs.as_ref(), |writer, logprobs| logprobs.write(writer));
@@ -191,6 +201,9 @@ impl EngineCoreOutput {
         writer.kept(&self.other, "prompt_token_id_logprobs");
         writer.value(&self.error);
         writer.value(self.admission.as_ref().map(|admission| (&*admission.weight_version, admission.weight_commit)));
+        for spans in [&self.kv_spans, &self.prompt_spans].into_iter().take(spans) {
+            writer.optional(spans.as_deref(), |writer, spans| StampSpan::write_list(spans, writer));
+        }
     }
 }
 

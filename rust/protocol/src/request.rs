@@ -7,6 +7,7 @@ use serde::de::SeqAccess;
 use crate::decoded::{Decoded, Result as DecodeResult, decode};
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::Fields;
+use crate::provenance::Provenance;
 use crate::raw::RawValue;
 use crate::sampling_params::SamplingParams;
 use crate::source::Source;
@@ -14,8 +15,8 @@ use crate::untyped::{Kept, Skipped};
 use crate::wire::Wire;
 use crate::writer::Writer;
 
-/// Elements of an `EngineCoreRequest` array.
-pub const REQUEST_ELEMENTS: usize = 22;
+/// Elements of an `EngineCoreRequest` array: vLLM's 22, then ours.
+pub const REQUEST_ELEMENTS: usize = 23;
 
 /// One sequence to generate. Elements for modalities and features that rollspan has not are written as nil and read as
 /// raw values.
@@ -45,6 +46,8 @@ pub struct EngineCoreRequest {
     pub abort_immediately: bool,
     /// Session of the client.
     pub session_id: Option<String>,
+    /// What is asked about the weights and the KV (ours).
+    pub provenance: Provenance,
     /// Elements that this version only passes on, by name, where they were not nil.
     pub other: Vec<(&'static str, RawValue)>,
 }
@@ -53,7 +56,9 @@ impl EngineCoreRequest {
     /// The payload of an ADD frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::new();
-        writer.array(REQUEST_ELEMENTS);
+        // Who asks nothing of us speaks as vLLM's frontends do.
+        let ours = self.provenance != Provenance::default();
+        writer.array(REQUEST_ELEMENTS - usize::from(!ours));
         writer.value(&self.request_id);
         writer.value(self.prompt_token_ids.as_deref());
         writer.kept(&self.other, "mm_features");
@@ -76,6 +81,9 @@ impl EngineCoreRequest {
         writer.value(self.abort_immediately);
         writer.value(&self.session_id);
         writer.kept(&self.other, "kv_hints");
+        if ours {
+            self.provenance.write(&mut writer);
+        }
         writer.into_bytes()
     }
 
@@ -116,6 +124,9 @@ impl Wire for EngineCoreRequest {
         fields.defaulted("abort_immediately", &mut request.abort_immediately)?;
         fields.defaulted("session_id", &mut request.session_id)?;
         fields.kept::<Skipped>("kv_hints", &mut request.other)?;
+        let mut provenance: Option<Provenance> = None;
+        fields.defaulted("provenance", &mut provenance)?;
+        request.provenance = provenance.unwrap_or_default();
         fields.close()?;
         Ok(request)
     }

@@ -1,14 +1,14 @@
 //! `SamplingParams` on the wire: a map of the keys that differ from their default.
 
-use serde::Serialize;
 use serde::de::MapAccess;
+use serde::{Serialize, Serializer};
 
 use crate::error::DecodeErrorKind as Kind;
 use crate::fields::entries;
 use crate::source::Source;
 use crate::structured_outputs::StructuredOutputs;
 use crate::wire::{InF32Range, Scalar, Wire, in_range, scalars, seed};
-use crate::writer::Writer;
+use crate::writer::{Entries, Writer};
 
 /// How the engine samples one sequence. Fields and defaults are vLLM's; floats are 64-bit on the wire.
 #[derive(Debug, Clone, PartialEq)]
@@ -125,6 +125,15 @@ impl Wire for LogitBias {
     }
 }
 
+/// The same, to be written.
+struct Biases<'a>(&'a [(u32, f64)]);
+
+impl Serialize for Biases<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().copied())
+    }
+}
+
 impl Wire for SamplingParams {
     const EXPECTED: &'static str = "a map";
 
@@ -172,7 +181,7 @@ impl Wire for SamplingParams {
 impl SamplingParams {
     pub(crate) fn write(&self, writer: &mut Writer) {
         let plain = Self::default();
-        let mut entries = Entries { writer: Writer::new(), count: 0 };
+        let mut entries = Entries::new();
         entries.number("n", self.n, plain.n);
         entries.float("temperature", self.temperature, plain.temperature);
         entries.float("top_p", self.top_p, plain.top_p);
@@ -188,7 +197,9 @@ impl SamplingParams {
         entries.float("frequency_penalty", self.frequency_penalty, plain.frequency_penalty);
         entries.float("repetition_penalty", self.repetition_penalty, plain.repetition_penalty);
         entries.some("prompt_logprobs", self.prompt_logprobs);
-        entries.logit_bias(&self.logit_bias);
+        if !self.logit_bias.is_empty() {
+            entries.entry("logit_bias", Biases(&self.logit_bias));
+        }
         entries.some("allowed_token_ids", self.allowed_token_ids.as_ref());
         entries.list("bad_words", &self.bad_words);
         entries.some("structured_outputs", self.structured_outputs.as_ref());
@@ -200,57 +211,6 @@ impl SamplingParams {
         entries.some("_eos_token_id", self.eos_token_id);
         entries.list("_all_stop_token_ids", &self.all_stop_token_ids);
         entries.list("_bad_words_token_ids", &self.bad_words_token_ids);
-        writer.map(entries.count);
-        writer.written(entries.writer);
-    }
-}
-
-/// The entries of the map that differ from their default.
-struct Entries {
-    writer: Writer,
-    count: usize,
-}
-
-impl Entries {
-    fn entry(&mut self, name: &str, value: impl Serialize) {
-        self.count += 1;
-        self.writer.entry(name, value);
-    }
-
-    fn number<T: Serialize + PartialEq + Copy>(&mut self, name: &str, value: T, plain: T) {
-        if value != plain {
-            self.entry(name, value);
-        }
-    }
-
-    fn float(&mut self, name: &str, value: f64, plain: f64) {
-        if (value - plain).abs() > 0.0 {
-            self.entry(name, value);
-        }
-    }
-
-    fn some(&mut self, name: &str, value: Option<impl Serialize>) {
-        if let Some(value) = value {
-            self.entry(name, value);
-        }
-    }
-
-    fn list<T: Serialize>(&mut self, name: &str, list: &[T]) {
-        if !list.is_empty() {
-            self.entry(name, list);
-        }
-    }
-
-    fn logit_bias(&mut self, bias: &[(u32, f64)]) {
-        if bias.is_empty() {
-            return;
-        }
-        self.count += 1;
-        self.writer.value("logit_bias");
-        self.writer.map(bias.len());
-        for (token, number) in bias {
-            self.writer.value(token);
-            self.writer.value(number);
-        }
+        entries.finish(writer);
     }
 }

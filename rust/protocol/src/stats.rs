@@ -1,5 +1,7 @@
 //! Maps of counters that travel with outputs.
 
+use std::sync::Arc;
+
 use serde::Serialize;
 
 use crate::fields::map_struct;
@@ -23,6 +25,15 @@ pub struct SchedulerStats {
     /// Whether the scheduler is paused (ours); `None` from engines that don't say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused: Option<bool>,
+    /// `ready`, `updating`, `inconsistent`, `undeclared` or `sleeping` (ours); `None` from engines that don't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_state: Option<Arc<str>>,
+    /// How weight updates ended (ours); `None` from engines that don't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_updates: Option<WeightUpdates>,
+    /// What the last commit took (ours); `None` before the first one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_update_seconds: Option<WeightUpdateSeconds>,
 }
 
 map_struct! {
@@ -34,6 +45,49 @@ map_struct! {
     defaulted prefix_cache_stats,
     defaulted num_preemptions,
     defaulted paused,
+    defaulted weight_state,
+    defaulted weight_updates,
+    defaulted weight_update_seconds,
+}
+
+/// Weight updates since the engine started, by their end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct WeightUpdates {
+    /// Those that were committed.
+    pub success: u64,
+    /// Those that were dropped.
+    pub failure: u64,
+}
+
+map_struct! {
+    WeightUpdates:
+    defaulted success,
+    defaulted failure,
+}
+
+/// Seconds that a weight update took, by phase. Phases that are absent took none.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct WeightUpdateSeconds {
+    /// Taking the tensors in.
+    pub receive: f64,
+    /// Checking and hashing them.
+    pub verify: f64,
+    /// Making what is derived from them.
+    pub prepare: f64,
+    /// Putting them in force.
+    pub commit: f64,
+    /// How long no step could be launched for it; `None` from engines that don't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stall: Option<f64>,
+}
+
+map_struct! {
+    WeightUpdateSeconds:
+    defaulted receive,
+    defaulted verify,
+    defaulted prepare,
+    defaulted commit,
+    defaulted stall,
 }
 
 /// Look-ups in the prefix cache. Keys that are absent are 0; unknown ones are ignored.

@@ -79,3 +79,50 @@ impl Writer {
         }
     }
 }
+
+/// Entries of a map that leaves out what equals its default.
+pub(crate) struct Entries {
+    writer: Writer,
+    count: usize,
+}
+
+impl Entries {
+    pub fn new() -> Self {
+        Self { writer: Writer::new(), count: 0 }
+    }
+
+    /// Writes the map.
+    pub fn finish(self, writer: &mut Writer) {
+        writer.map(self.count);
+        writer.written(self.writer);
+    }
+
+    pub fn entry(&mut self, name: &str, value: impl Serialize) {
+        self.count += 1;
+        self.writer.entry(name, value);
+    }
+
+    pub fn number<T: Serialize + PartialEq + Copy>(&mut self, name: &str, value: T, plain: T) {
+        if value != plain {
+            self.entry(name, value);
+        }
+    }
+
+    pub fn float(&mut self, name: &str, value: f64, plain: f64) {
+        if (value - plain).abs() > 0.0 {
+            self.entry(name, value);
+        }
+    }
+
+    pub fn some(&mut self, name: &str, value: Option<impl Serialize>) {
+        if let Some(value) = value {
+            self.entry(name, value);
+        }
+    }
+
+    pub fn list<T: Serialize>(&mut self, name: &str, list: &[T]) {
+        if !list.is_empty() {
+            self.entry(name, list);
+        }
+    }
+}

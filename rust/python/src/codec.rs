@@ -5,7 +5,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use rollspan_protocol::{
     Body, DecodeError, Decoded, EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RoutedExperts,
-    SchedulerStats, StopReason, UtilityOutput,
+    SchedulerStats, StampSpan, StopReason, UtilityOutput,
 };
 use serde_json::Value;
 
@@ -133,7 +133,15 @@ fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> 
         output.admission.map(|stamp| (stamp.weight_version.to_string(), stamp.weight_commit)),
         prompt_logprobs,
         experts,
+        output.kv_spans.map(stamp_spans),
+        output.prompt_spans.map(stamp_spans),
     ))
+}
+
+/// (label, commit number, start, end) of each.
+fn stamp_spans(spans: Vec<StampSpan>) -> Vec<(String, u64, u32, u32)> {
+    let spans = spans.into_iter();
+    spans.map(|span| (span.weight_version.to_string(), span.weight_commit, span.start, span.end)).collect()
 }
 
 /// Arrays `[positions, k + 1]` twice and `[positions]`, read-only as those of the Python codec.
@@ -177,6 +185,26 @@ fn scheduler_stats<'py>(py: Python<'py>, stats: &SchedulerStats) -> PyResult<Bou
     }
     if let Some(paused) = stats.paused {
         dict.set_item("paused", paused)?;
+    }
+    if let Some(state) = &stats.weight_state {
+        dict.set_item("weight_state", &**state)?;
+    }
+    if let Some(updates) = stats.weight_updates {
+        let counters = PyDict::new(py);
+        counters.set_item("success", updates.success)?;
+        counters.set_item("failure", updates.failure)?;
+        dict.set_item("weight_updates", counters)?;
+    }
+    if let Some(seconds) = stats.weight_update_seconds {
+        let phases = PyDict::new(py);
+        phases.set_item("receive", seconds.receive)?;
+        phases.set_item("verify", seconds.verify)?;
+        phases.set_item("prepare", seconds.prepare)?;
+        phases.set_item("commit", seconds.commit)?;
+        if let Some(stall) = seconds.stall {
+            phases.set_item("stall", stall)?;
+        }
+        dict.set_item("weight_update_seconds", phases)?;
     }
     Ok(dict)
 }
