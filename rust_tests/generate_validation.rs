@@ -9,7 +9,7 @@ mod vectors;
 use rollspan_generate::{ApiError, GenerateRequest, Reason, Served, check_label, ignored_fields_header};
 use rollspan_protocol::Limits;
 use serde_json::{Value, json};
-use vectors::{bytes, load, sampling_view, text, without};
+use vectors::{bytes, load, provenance_view, sampling_view, text, without};
 
 fn served(vector: &Value) -> Served {
     let limit = |name: &str| vector["limits"][name].as_u64().unwrap();
@@ -48,11 +48,12 @@ fn view(request: &GenerateRequest) -> Value {
         "return_token_ids": request.return_token_ids,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "provenance": provenance_view(&request.provenance),
         "sampling": sampling_view(&request.sampling_params),
         "ignored_fields": request.ignored_fields,
     });
     let flags = ["stream", "include_usage", "continuous_usage_stats", "include_weight_versions", "return_token_ids"];
-    let mut defaults = vec![("priority", json!(0)), ("ignored_fields", json!([]))];
+    let mut defaults = vec![("priority", json!(0)), ("provenance", json!({})), ("ignored_fields", json!([]))];
     defaults.extend(flags.map(|flag| (flag, json!(false))));
     without(fields, &defaults)
 }

@@ -17,6 +17,7 @@ mod logprobs;
 mod neutral;
 mod npy;
 mod prompt_logprobs;
+mod provenance;
 mod request;
 mod sampling;
 mod sampling_lists;

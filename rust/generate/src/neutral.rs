@@ -22,10 +22,6 @@ type Field = (&'static str, &'static [Neutral]);
 /// Fields of the body, in the order in which they are checked.
 pub(crate) const BODY: &[Field] = &[
     ("response_format", &[Neutral::Text("objects")]),
-    ("return_kv_versions", &[Neutral::False]),
-    ("min_weight_commit", &[Neutral::Null]),
-    ("weight_wait_s", &[Neutral::Null]),
-    ("max_weight_lag", &[Neutral::Null]),
     ("kv_transfer_params", &[Neutral::Null]),
     ("ec_transfer_params", &[Neutral::Null]),
     ("features", &[Neutral::Null]),

@@ -3,16 +3,15 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use rollspan_protocol::{EngineCoreRequest, EngineHello, Limits, SamplingParams};
+use rollspan_protocol::{EngineCoreRequest, EngineHello, Limits, Provenance, SamplingParams};
 use serde_json::{Map, Value};
 
 use crate::choice::Choice;
 use crate::error::{ApiError, Reason};
-use crate::neutral;
-use crate::sampling;
 use crate::shown::cut;
 use crate::token_ids::{Body, TokenIds};
 use crate::value::{boolean, check_request_id, integer, present, string};
+use crate::{neutral, provenance, sampling};
 
 const STREAM_OPTIONS: [&str; 3] = ["include_usage", "continuous_usage_stats", "include_weight_versions"];
 /// So many unknown fields are named in an error.
@@ -82,6 +81,8 @@ pub struct GenerateRequest {
     pub priority: i64,
     /// Separates entries of the prefix cache.
     pub cache_salt: Option<String>,
+    /// What is asked about the weights and the KV.
+    pub provenance: Provenance,
     /// Resolved: `max_tokens` fits behind the prompt, EOS and stop ids are filled in; `n` as asked.
     pub sampling_params: SamplingParams,
     /// Dotted names of unknown fields, sorted.
@@ -126,6 +127,7 @@ impl GenerateRequest {
         let priority = priority(&fields)?;
         let salt_allowed = format!("a string of 1 to {CACHE_SALT_CHARACTERS} characters");
         let cache_salt = string(&fields, "cache_salt", &salt_allowed, CACHE_SALT_CHARACTERS)?;
+        let provenance = provenance::parse(&fields)?;
         neutral::check(neutral::BODY, &fields, "")?;
         let sampling = match fields.get("sampling_params") {
             None => return Err(ApiError::missing("sampling_params")),
@@ -147,6 +149,7 @@ impl GenerateRequest {
             return_token_ids,
             priority,
             cache_salt,
+            provenance,
             sampling_params,
             ignored_fields,
         })
@@ -201,6 +204,7 @@ impl GenerateRequest {
             priority: self.priority,
             external_req_id: Some(external_id.to_owned()),
             session_id: session_id.map(str::to_owned),
+            provenance: self.provenance,
             ..EngineCoreRequest::default()
         };
         (0..n).map(request).collect()
@@ -285,7 +289,8 @@ fn check_prompt_length(token_ids: &[u32], limits: &Limits) -> Result<(), ApiErro
 /// Dotted names of the keys, at all levels, that mean nothing here.
 fn unknown(fields: &Map<String, Value>, sampling: &Map<String, Value>) -> Vec<String> {
     let known = |name: &str| {
-        FIELDS.contains(&name) || neutral::knows(neutral::BODY, name) || neutral::knows(neutral::OUTPUT_MODE, name)
+        let neutral = neutral::knows(neutral::BODY, name) || neutral::knows(neutral::OUTPUT_MODE, name);
+        FIELDS.contains(&name) || provenance::knows(name) || neutral
     };
     let mut names: BTreeSet<String> = fields.keys().filter(|name| !known(name)).cloned().collect();
     if let Some(Value::Object(options)) = fields.get("stream_options") {
