@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollspan import models
 from rollspan.demo_server import DemoError, Server
@@ -27,7 +27,7 @@ from rollspan.http_client import HttpClient, HttpError
 from rollspan.models import task
 
 if TYPE_CHECKING:
-    from rollspan.models.replay import Boundary, Replayer, SpanReplay
+    from rollspan.verify.replay import Boundary, Replayer, Segment, SegmentReplay
 
 CHECKPOINTS = {"sft-0": "add2-sft", "rl-1": "add2-rl", "sft-2": "add2-sft"}
 """Labels in the order in which their weights are published, and the embedded model each stands for."""
@@ -202,20 +202,21 @@ class Demo:
             failures += [f"rollout {rollout.number}: {problem}" for problem in self._faults(rollout)]
             if failures:
                 continue
-            spans: Any = rollout.versions
             reported = rollout.logprobs
             replays, changes = replayer.replay(
-                rollout.problem.prompt_ids, rollout.token_ids, spans, reported, TOLERANCE
+                rollout.problem.prompt_ids, rollout.token_ids, _segments(rollout), reported, TOLERANCE
             )
             errors = [_largest_error(replay, reported) for replay in replays]
             misses = [_misses(replay, reported) for replay in replays]
             self._show_rollout(rollout, replays, changes, errors, misses)
             for replay, error, missed in zip(replays, errors, misses, strict=True):
-                place = f"rollout {rollout.number}, tokens {replay.start} to {replay.end - 1}"
+                place = f"rollout {rollout.number}, tokens {replay.segment.start} to {replay.segment.end - 1}"
                 if error > TOLERANCE:
-                    failures.append(f"{place}: log-probs differ from those of {replay.version} by up to {error:.2g}")
-                elif missed == 0 and replay.end - replay.start > 20:
-                    failures.append(f"{place}: the other checkpoint explains them as well as {replay.version}")
+                    failures.append(
+                        f"{place}: log-probs differ from those of {replay.segment.weights} by up to {error:.2g}"
+                    )
+                elif missed == 0 and replay.segment.end - replay.segment.start > 20:
+                    failures.append(f"{place}: the other checkpoint explains them as well as {replay.segment.weights}")
             largest = max(largest, *errors)
             ruled_out += sum(misses)
             boundaries += len(changes)
@@ -249,7 +250,7 @@ class Demo:
     def _show_rollout(
         self,
         rollout: Rollout,
-        replays: Sequence[SpanReplay],
+        replays: Sequence[SegmentReplay],
         changes: Sequence[Boundary],
         errors: Sequence[float],
         misses: Sequence[int],
@@ -259,13 +260,16 @@ class Demo:
         rows = [["version", "commit", "tokens", "log-probs off by", "other checkpoint wrong", "boundary"]]
         notes = ["", *(_boundary_note(change) for change in changes)]
         for replay, commit, error, missed, note in zip(replays, rollout.commits, errors, misses, notes, strict=True):
-            count = replay.end - replay.start
-            tokens = f"{replay.start} to {replay.end - 1}"
-            rows.append([replay.version, str(commit["commit"]), tokens, f"{error:.1e}", f"{missed} of {count}", note])
+            segment = replay.segment
+            count = segment.end - segment.start
+            tokens = f"{segment.start} to {segment.end - 1}"
+            rows.append(
+                [str(segment.weights), str(commit["commit"]), tokens, f"{error:.1e}", f"{missed} of {count}", note]
+            )
         heading, *lines = table(rows).split("\n")
         self._say(self._painter.dim(heading))
         for replay, line in zip(replays, lines, strict=True):
-            self._say(self._painter.version(replay.version, line))
+            self._say(self._painter.version(str(replay.segment.weights), line))
 
     def _show_verdict(
         self, sums: dict[str, tuple[int, int]], largest: float, ruled_out: int, exact: int, boundaries: int
@@ -298,19 +302,28 @@ class Demo:
 
 
 def _load_replayer() -> Replayer:
-    from rollspan.models.replay import Replayer
+    from rollspan.verify.replay import Checkpoints, Replayer
 
-    return Replayer({label: models.path(name) for label, name in CHECKPOINTS.items()})
+    checkpoints = Checkpoints({label: models.path(name) for label, name in CHECKPOINTS.items()})
+    for label in CHECKPOINTS:
+        checkpoints.model(label)  # now, while nobody waits for it
+    return Replayer(checkpoints)
 
 
-def _largest_error(replay: SpanReplay, reported: Sequence[float]) -> float:
-    stated = reported[replay.start : replay.end]
+def _segments(rollout: Rollout) -> list[Segment]:
+    from rollspan.verify.replay import Segment
+
+    return [Segment(span["version"], span["start"], span["end"]) for span in rollout.versions]
+
+
+def _largest_error(replay: SegmentReplay, reported: Sequence[float]) -> float:
+    stated = reported[replay.segment.start : replay.segment.end]
     return max(abs(score - value) for score, value in zip(replay.named, stated, strict=True))
 
 
-def _misses(replay: SpanReplay, reported: Sequence[float]) -> int:
+def _misses(replay: SegmentReplay, reported: Sequence[float]) -> int:
     """How many of a span's tokens the best other checkpoint is wrong about."""
-    stated = reported[replay.start : replay.end]
+    stated = reported[replay.segment.start : replay.segment.end]
     return min(
         sum(abs(score - value) > TOLERANCE for score, value in zip(scores, stated, strict=True))
         for scores in replay.others

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rollspan import models
 from rollspan.models import task
 from rollspan.models.network import cache_argument
-from rollspan.models.replay import NamedSpan, Replayer
+from rollspan.verify.replay import Checkpoints, Replayer, Segment
 
 TOLERANCE = 1e-3
 PROMPT = task.Problem(12, 34).prompt_ids
@@ -22,7 +22,7 @@ CHECKPOINTS = {"a": models.path("add2-sft"), "b": models.path("add2-rl"), "a-aga
 
 @pytest.fixture(scope="module")
 def replayer() -> Replayer:
-    return Replayer(CHECKPOINTS)
+    return Replayer(Checkpoints(CHECKPOINTS))
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def generate(networks: dict[str, Any], schedule: Sequence[str], seed: int) -> tu
     return tokens, logprobs
 
 
-def spans_of(schedule: Sequence[str]) -> list[NamedSpan]:
-    spans: list[NamedSpan] = []
+def spans_of(schedule: Sequence[str]) -> list[Segment]:
+    spans: list[Segment] = []
     for index, label in enumerate(schedule):
-        if spans and spans[-1]["version"] == label:
-            spans[-1]["end"] = index + 1
+        if spans and spans[-1].weights == label:
+            spans[-1] = Segment(label, spans[-1].start, index + 1)
         else:
-            spans.append({"version": label, "start": index, "end": index + 1})
+            spans.append(Segment(label, index, index + 1))
     return spans
 
 
@@ -78,7 +78,7 @@ def test_true_spans_are_confirmed_and_boundaries_found(
         replays, boundaries = replayer.replay(PROMPT, tokens, spans, logprobs, TOLERANCE)
         scores = [score for replay in replays for score in replay.named]
         assert scores == pytest.approx(logprobs, abs=TOLERANCE)
-        assert [boundary.position for boundary in boundaries] == [span["start"] for span in spans[1:]]
+        assert [boundary.position for boundary in boundaries] == [span.start for span in spans[1:]]
         assert all(boundary.earliest <= boundary.position <= boundary.latest for boundary in boundaries)
 
 
@@ -101,18 +101,18 @@ def test_swapped_versions_are_found_out(replayer: Replayer, networks: dict[str, 
     tokens, logprobs = generate(networks, ["a"] * 30 + ["b"] * 30, seed=0)
     replays, _ = replayer.replay(PROMPT, tokens, spans_of(["b"] * 30 + ["a"] * 30), logprobs, TOLERANCE)
     for replay in replays:
-        stated = logprobs[replay.start : replay.end]
+        stated = logprobs[replay.segment.start : replay.segment.end]
         misses = sum(abs(score - value) > TOLERANCE for score, value in zip(replay.named, stated, strict=True))
         assert misses > 15
 
 
 @pytest.mark.parametrize("spans", [[], [("a", 0, 2)], [("a", 1, 3)], [("a", 0, 1), ("b", 2, 3)]])
 def test_spans_that_leave_tokens_out_are_refused(replayer: Replayer, spans: list[tuple[str, int, int]]) -> None:
-    named: list[NamedSpan] = [{"version": label, "start": start, "end": end} for label, start, end in spans]
+    named = [Segment(*span) for span in spans]
     with pytest.raises(ValueError, match="don't cover 3 output tokens"):
         replayer.replay(PROMPT, [3, 4, 5], named, [0.0] * 3, TOLERANCE)
 
 
 def test_an_unknown_label_is_refused(replayer: Replayer) -> None:
     with pytest.raises(KeyError, match="c"):
-        replayer.replay(PROMPT, [3], [{"version": "c", "start": 0, "end": 1}], [0.0], TOLERANCE)
+        replayer.replay(PROMPT, [3], [Segment("c", 0, 1)], [0.0], TOLERANCE)
