@@ -154,7 +154,7 @@ def test_an_object_without_a_path_is_refused(engine: Engine) -> None:
 
 def test_fields_of_other_transports_are_refused_by_name_unless_null(engine: Engine) -> None:
     message = refusal(engine, {"path": "good", "names": ["a"]}, "unsupported_field")
-    assert message == 'update_info.names is not supported yet: leave it out, got ["a"]'
+    assert message == 'update_info.names is not known here (known: path): leave it out, got ["a"]'
     engine.result_of("start_weight_update")
     assert engine.result_of("update_weights", {"path": "good", "names": None}) is None
 

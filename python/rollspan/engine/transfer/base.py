@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Transport(ABC):
     sender got wrong, naming the field, ``transfer_failed`` for a sender that is gone or too slow.
 
     Attributes:
+        context: what it was made with.
         name: the ``backend`` of ``init_info`` and ``update_info``.
         needs_init: whether ``init_weight_transfer_engine`` has to come first.
     """
@@ -53,6 +55,7 @@ class Transport(ABC):
 
     def __init__(self, context: TransferContext) -> None:
         self.context = context
+        self._cancelled = threading.Event()
 
     def init(self, info: Mapping[str, Any]) -> None:
         """Connects with the sender; ``info`` is ``init_info`` without its ``backend``."""
@@ -66,10 +69,23 @@ class Transport(ABC):
         has ended. Values are validated by the caller; names occur once.
         """
 
-    def cancel(self) -> None:  # noqa: B027 (most transports have nothing to interrupt)
-        """Makes an :meth:`init` or :meth:`receive` in progress raise soon."""
+    def cancel(self) -> None:
+        """Makes an :meth:`init` or :meth:`receive` in progress raise soon, and every later one as well.
 
-    def close(self) -> None:  # noqa: B027 (as above)
+        So a cancelled transport is to be closed and made anew; those that need no ``init`` are made for each update.
+        """
+        self._cancelled.set()
+
+    def check_cancelled(self) -> None:
+        """For loops of :meth:`receive`.
+
+        Raises:
+            RollspanError: ``update_aborted`` once :meth:`cancel` was called.
+        """
+        if self._cancelled.is_set():
+            raise RollspanError("the update was aborted while its tensors were received", reason="update_aborted")
+
+    def close(self) -> None:  # noqa: B027 (most transports hold nothing)
         """Gives back what :meth:`init` has taken; may be called twice."""
 
 

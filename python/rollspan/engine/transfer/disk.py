@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rollspan.engine.transfer.base import Transport, check_keys
 from rollspan.engine.transfer.safetensors_file import read_safetensors
 from rollspan.errors import RollspanError, shown
 from rollspan.safetensors_format import SafetensorsError
 
 INDEX = "model.safetensors.index.json"
 PARAM = "update_info.path"
+
+
+class DiskTransport(Transport):
+    """``update_info``: ``{"path": DIR}``, absolute under the weights root or relative to it."""
+
+    name = "disk"
+
+    def receive(self, info: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        return read_tensors(info, self.context.root, self.check_cancelled)
 
 
 def _invalid(message: str, param: str = PARAM) -> RollspanError:
@@ -28,13 +38,7 @@ def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
     Raises:
         RollspanError: ``weights_invalid`` or ``unsupported_field``, naming the field.
     """
-    for key, value in info.items():
-        if key != "path" and value is not None:
-            raise RollspanError(
-                f"update_info.{key} is not supported yet: leave it out, got {shown(value)}",
-                reason="unsupported_field",
-                param=f"update_info.{key}",
-            )
+    check_keys("update_info", info, ("path",))
     path = info.get("path")
     if path is None:
         raise _invalid(f"{PARAM} is required")
@@ -95,12 +99,15 @@ def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | No
     return files, weight_map
 
 
-def read_tensors(info: Mapping[str, Any], root: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(
+    info: Mapping[str, Any], root: Path | None, check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every tensor of the directory once, by name, in memory of its own: the files may vanish afterwards.
 
     Args:
         info: ``update_info`` of the request: ``{"path": str}``.
         root: directory under which paths must lie; None refuses all.
+        check: called before each read; what it raises ends the reading.
 
     Raises:
         RollspanError: ``weights_invalid`` for a path outside, a missing or broken file, or a tensor that the index
@@ -111,7 +118,7 @@ def read_tensors(info: Mapping[str, Any], root: Path | None) -> Iterator[tuple[s
     files, weight_map = _files(directory, root)
     seen: set[str] = set()
     for file in files:
-        for name, tensor in _read_file(file):
+        for name, tensor in _read_file(file, check):
             if name in seen:
                 raise _invalid(f"tensor {name!r} is in more than one file of {directory}")
             seen.add(name)
@@ -121,8 +128,8 @@ def read_tensors(info: Mapping[str, Any], root: Path | None) -> Iterator[tuple[s
         raise _invalid(f"the index promises {missing[0]!r} ({len(missing)} missing in all), but no file holds it")
 
 
-def _read_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_file(file: Path, check: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        yield from read_safetensors(file)
+        yield from read_safetensors(file, check)
     except (OSError, SafetensorsError) as error:
         raise _invalid(f"{file.name} cannot be read as safetensors: {error}") from None

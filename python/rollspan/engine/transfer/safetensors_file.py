@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -16,9 +16,20 @@ import torch
 
 from rollspan.safetensors_format import Entry, SafetensorsError, header_size, parse_header
 
+#: Bytes of one read; between two of them a read can be cancelled.
+_CHUNK_BYTES = 16 << 20
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+
+def _go_on() -> None:
+    pass
+
+
+def read_safetensors(path: Path, check: Callable[[], None] = _go_on) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors in the order of their bytes, each in memory of its own.
+
+    Args:
+        path: the file.
+        check: called before each read; what it raises ends the reading.
 
     Raises:
         SafetensorsError: not a regular file, or not valid, or cut short while it was read.
@@ -27,15 +38,15 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     # Opening a pipe that took the file's place must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with FileIO(descriptor) as stream:
-        yield from read_stream(stream)
+        yield from read_stream(stream, check)
 
 
-def read_stream(stream: FileIO) -> Iterator[tuple[str, torch.Tensor]]:
+def read_stream(stream: FileIO, check: Callable[[], None] = _go_on) -> Iterator[tuple[str, torch.Tensor]]:
     """As :func:`read_safetensors`, from the start of an open file."""
     for entry in read_entries(stream):
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if tensor.numel():
-            _read_into(stream, tensor.reshape(-1).view(torch.uint8).numpy().data)
+            _read_into(stream, tensor.reshape(-1).view(torch.uint8).numpy().data, check)
         yield entry.name, tensor
 
 
@@ -59,9 +70,10 @@ def _read(stream: FileIO, count: int) -> bytes:
     return bytes(data)
 
 
-def _read_into(stream: FileIO, buffer: memoryview) -> None:
+def _read_into(stream: FileIO, buffer: memoryview, check: Callable[[], None] = _go_on) -> None:
     while buffer:
-        count = stream.readinto(buffer)
+        check()
+        count = stream.readinto(buffer[:_CHUNK_BYTES])
         if not count:
             raise SafetensorsError("it ends too early")
         buffer = buffer[count:]
