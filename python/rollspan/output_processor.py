@@ -14,7 +14,8 @@ from rollspan.errors import RollspanError
 from rollspan.outputs import PositionLogprobs, RequestOutput
 from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from rollspan.sampling_params import RequestOutputKind
-from rollspan.sequence_state import SequenceState, positions
+from rollspan.sequence_state import SequenceState
+from rollspan.unread_logprobs import LogprobsPiece, UnreadPrompt
 
 
 class RequestState:
@@ -26,18 +27,17 @@ class RequestState:
         self.prompt_token_ids = admitted.prompt_token_ids
         self.wake = wake
         self.sequences = [
-            SequenceState(index, request.request_id, params.logprobs is not None)
+            SequenceState(index, request.request_id, params.logprobs)
             for index, request in enumerate(admitted.engine_requests)
         ]
         self._prompt_top = params.prompt_logprobs
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._prompt_logprobs: UnreadPrompt | None = None
         if params.prompt_logprobs is not None:
             self.sequences[0].awaited_rows = len(admitted.prompt_token_ids) - 1
         self.engine_index = 0
         self._stamp: tuple[str | None, int | None] | None = None
         self.error: RollspanError | None = None
         self._kind = params.output_kind
-        self._top = params.logprobs or 0
         self._include_weight_versions = include_weight_versions
 
     def push(self, sequence: SequenceState, output: EngineCoreOutput, message: EngineCoreOutputs) -> None:
@@ -92,10 +92,10 @@ class RequestState:
             self._stamp = self._common_stamp()
         fresh = not delta or (first.taken == 0 and sequences[0] is first)
         return RequestOutput(
-            prompt_logprobs=self._read_prompt_logprobs(first) if fresh else None,
+            prompt_logprobs=self._give_prompt_logprobs(first) if fresh else None,
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[sequence.take(delta, self._top, self._include_weight_versions) for sequence in sequences],
+            outputs=[sequence.take(delta, self._include_weight_versions) for sequence in sequences],
             finished=finished,
             weight_version=self._stamp[0],
             weight_commit=self._stamp[1],
@@ -109,14 +109,13 @@ class RequestState:
         versions, commits = {stamp[0] for stamp in stamps}, {stamp[1] for stamp in stamps}
         return versions.pop() if len(versions) == 1 else None, commits.pop() if len(commits) == 1 else None
 
-    def _read_prompt_logprobs(self, first: SequenceState) -> list[PositionLogprobs | None] | None:
+    def _give_prompt_logprobs(self, first: SequenceState) -> list[PositionLogprobs | None] | None:
         if self._prompt_top is None or first.awaited_rows:
             return None
         if self._prompt_logprobs is None:
-            lists = first.prompt_lists
-            self._prompt_logprobs = [None, *([] if lists is None else positions(lists, self._prompt_top))]
-            first.prompt_lists = None
-        return self._prompt_logprobs
+            lists, first.prompt_lists = first.prompt_lists, None
+            self._prompt_logprobs = UnreadPrompt(None if lists is None else LogprobsPiece(lists, self._prompt_top))
+        return self._prompt_logprobs.as_list()
 
 
 class RequestFailedError(RollspanError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rollspan.spans import CommitSpan, VersionSpan
 
@@ -27,6 +28,23 @@ class Logprob:
 
 PositionLogprobs = dict[int, Logprob]
 """Token id -> log-probability, the sampled token first, then the most probable ones in rank order."""
+
+
+_Position = TypeVar("_Position")
+
+
+class UnreadLogprobs(ABC, Generic[_Position]):
+    """What an output holds in place of a list of log-probs until that is first read."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> list[_Position]:
+        """The list, new at each call."""
+
+    def as_list(self) -> list[_Position]:
+        """This object, for a field of an output: whoever looks at it finds the list."""
+        return cast("list[_Position]", self)
 
 
 @dataclass(slots=True)
@@ -124,6 +142,24 @@ class RequestOutput:
                     break
             else:
                 self.outputs.append(following)
+
+
+def _reading(slot: Any) -> property:
+    """A field of an output which, where it holds UnreadLogprobs, becomes a list when somebody looks."""
+
+    def read(output: object) -> Any:
+        value = slot.__get__(output)
+        if isinstance(value, UnreadLogprobs):
+            value = value.read()
+            slot.__set__(output, value)
+        return value
+
+    return property(read, slot.__set__)
+
+
+# Not within the classes: there these names are the dataclasses' slots.
+for _class, _field in ((CompletionOutput, "logprobs"), (RequestOutput, "prompt_logprobs")):
+    setattr(_class, _field, _reading(getattr(_class, _field)))
 
 
 def _join(first: list[Any] | None, second: list[Any] | None, key: str, tokens: int) -> list[Any] | None:

@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rollspan.errors import RollspanError
-from rollspan.outputs import CompletionOutput, Logprob, PositionLogprobs
+from rollspan.outputs import CompletionOutput, PositionLogprobs
 from rollspan.protocol.messages import EngineCoreOutput, LogprobsLists
+from rollspan.protocol.packed_logprobs import PackedLogprobs, join
 from rollspan.spans import SpanBuilder
+from rollspan.unread_logprobs import LogprobsPiece, UnreadPositions
 
 
 class SequenceState:
@@ -20,7 +22,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_logprob_chunks",
+        "_chunks",
+        "_top",
         "admission",
         "awaited_rows",
         "cumulative_logprob",
@@ -38,12 +41,13 @@ class SequenceState:
         "unread",
     )
 
-    def __init__(self, index: int, internal_id: str, wants_logprobs: bool) -> None:
+    def __init__(self, index: int, internal_id: str, num_logprobs: int | None) -> None:
         self.index = index
         self.internal_id = internal_id
         self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] | None = [] if wants_logprobs else None
-        self.cumulative_logprob: float | None = 0.0 if wants_logprobs else None
+        #: Log-probs of ``token_ids``; None where nobody wants them.
+        self.logprobs: list[LogprobsPiece] | None = None if num_logprobs is None else []
+        self.cumulative_logprob: float | None = None if num_logprobs is None else 0.0
         self.spans = SpanBuilder()
         self.admission: tuple[str, int] | None = None
         self.finish_reason: str | None = None
@@ -55,7 +59,8 @@ class SequenceState:
         self.prompt_lists: LogprobsLists | None = None
         #: Log-probs of so many tokens of the prompt must come before or with the first new token; 0: no more of them.
         self.awaited_rows = 0
-        self._logprob_chunks: list[LogprobsLists] = []
+        self._chunks: list[LogprobsLists] = []
+        self._top = 0 if num_logprobs is None else num_logprobs
 
     def push(self, output: EngineCoreOutput, version: str | None, commit: int | None) -> None:
         """Adds what one step produced, stamped with the weights that the step was launched with.
@@ -69,9 +74,9 @@ class SequenceState:
             self._take_prompt(self.awaited_rows, output.new_prompt_logprobs)
         if self.logprobs is not None and count:
             lists = output.new_logprobs
-            if lists is None or len(lists.sampled_ranks) != count:
+            if lists is None or len(lists) != count:
                 raise _unmatched(count, "tokens", lists)
-            self._logprob_chunks.append(lists)
+            self._chunks.append(lists)
         self.token_ids += tokens
         self.spans.push(version, commit, count)
         if output.admission is not None:
@@ -86,19 +91,16 @@ class SequenceState:
         elif count:
             self.unread = True
 
-    def take(self, delta: bool, top: int, include_weight_versions: bool) -> CompletionOutput:
-        """The sequence so far, or with ``delta`` what the reader has not seen.
-
-        ``top`` is how many log-probs a position has besides the sampled one, -1 for all.
-        """
-        self._read_logprobs(top)
+    def take(self, delta: bool, include_weight_versions: bool) -> CompletionOutput:
+        """The sequence so far, or with ``delta`` what the reader has not seen."""
+        self._gather_logprobs()
         end = self.taken + len(self.token_ids)
         output = CompletionOutput(
             index=self.index,
             text="",
             token_ids=self.token_ids if delta else self.token_ids.copy(),
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs if delta or self.logprobs is None else self.logprobs.copy(),
+            logprobs=self._give_logprobs(delta),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -115,52 +117,32 @@ class SequenceState:
         return output
 
     def _take_prompt(self, rows: int, lists: LogprobsLists | None) -> None:
-        if lists is None or len(lists.sampled_ranks) != rows:
+        if lists is None or len(lists) != rows:
             raise _unmatched(rows, "tokens of the prompt", lists)
         self.awaited_rows = 0
         self.prompt_lists = lists
 
-    def _read_logprobs(self, top: int) -> None:
-        """Turns arrays into objects only when somebody looks: until then a position of k log-probs is 8 k bytes."""
-        chunks = self._logprob_chunks
-        if self.logprobs is None or not chunks:
+    def _give_logprobs(self, delta: bool) -> list[PositionLogprobs] | None:
+        if self.logprobs is None:
+            return None
+        return UnreadPositions(self.logprobs if delta else self.logprobs.copy()).as_list()
+
+    def _gather_logprobs(self) -> None:
+        """Makes one piece of what has come since the last call, if it can."""
+        if self.logprobs is None or not self._chunks:
             return
-        for lists in [_joined(chunks)] if len({chunk.token_ids.shape[1] for chunk in chunks}) == 1 else chunks:
-            self.logprobs += positions(lists, top)
-            total = self.cumulative_logprob or 0.0
-            for value in lists.logprobs[:, 0].tolist():  # one by one: the same sum however the tokens came
-                total += value
-            self.cumulative_logprob = total
-        chunks.clear()
-
-
-def positions(lists: LogprobsLists, top: int) -> list[PositionLogprobs]:
-    """One entry for each row: its own token, then the ``top`` most probable ones (-1: all), which may name it again."""
-    token_ids, logprobs = lists.token_ids, lists.logprobs
-    if 0 <= top < token_ids.shape[1] - 1:
-        token_ids, logprobs = token_ids[:, : top + 1], logprobs[:, : top + 1]
-    found = []
-    rows = zip(token_ids.tolist(), logprobs.tolist(), lists.sampled_ranks.tolist(), strict=True)
-    for ids, values, rank in rows:
-        own = ids[0]
-        position = {own: Logprob(values[0], rank)}
-        for column in range(1, len(ids)):
-            if ids[column] != own:
-                position[ids[column]] = Logprob(values[column], column)
-        found.append(position)
-    return found
-
-
-def _joined(chunks: list[LogprobsLists]) -> LogprobsLists:
-    if len(chunks) == 1:
-        return chunks[0]
-    return LogprobsLists(
-        np.concatenate([chunk.token_ids for chunk in chunks]),
-        np.concatenate([chunk.logprobs for chunk in chunks]),
-        np.concatenate([chunk.sampled_ranks for chunk in chunks]),
-    )
+        total = self.cumulative_logprob or 0.0
+        for lists in join(self._chunks):
+            self.logprobs.append(LogprobsPiece(lists, self._top))
+            if isinstance(lists, PackedLogprobs):
+                total += lists.sampled_logprob
+            else:
+                for value in lists.logprobs[:, 0].tolist():  # one by one: the same sum however the tokens came
+                    total += value
+        self.cumulative_logprob = total
+        self._chunks.clear()
 
 
 def _unmatched(count: int, what: str, lists: LogprobsLists | None) -> RollspanError:
-    rows = 0 if lists is None else len(lists.sampled_ranks)
+    rows = 0 if lists is None else len(lists)
     return RollspanError(f"the engine sent {count} {what} with {rows} log-probs", reason="decode_error")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ from rollspan.errors import RollspanError
 from rollspan.output_processor import OutputProcessor, RequestFailedError, RequestState
 from rollspan.outputs import Logprob, RequestOutput
 from rollspan.protocol.messages import EngineError, FinishReason
+from rollspan.protocol.packed_logprobs import pack_each
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
 from support.fake_engine import HELLO, batch, logprobs, output
 
@@ -39,6 +44,11 @@ class Opened:
 @pytest.fixture
 def processor() -> OutputProcessor:
     return OutputProcessor()
+
+
+def pickle_round(taken: RequestOutput) -> RequestOutput:
+    again: RequestOutput = pickle.loads(pickle.dumps(taken))
+    return again
 
 
 def spans(*items: tuple[str | None, int, int]) -> list[dict[str, Any]]:
@@ -202,6 +212,62 @@ def test_columns_beyond_what_was_asked_for_are_left_out(processor: OutputProcess
     opened = Opened(processor, logprobs=0)
     processor.process(batch(output(opened.ids[0], 7, new_logprobs=logprobs([(7, -2.0, 5), (1, -0.5, 0)]))))
     assert opened.take().outputs[0].logprobs == [{7: Logprob(-2.0, 5)}]
+
+
+def with_log_probs(processor: OutputProcessor) -> RequestOutput:
+    """An output whose log-probs nobody has looked at."""
+    opened = Opened(processor, logprobs=1, prompt_logprobs=0)
+    rows, prompt = logprobs([(7, -0.5, 1), (7, -0.5, 1)]), logprobs([(2, -1.5, 3)])
+    processor.process(batch(output(opened.ids[0], 7, new_logprobs=rows, new_prompt_logprobs=prompt)))
+    return opened.take()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, dataclasses.replace, pickle_round])
+def test_log_probs_are_plain_lists_to_whoever_looks(processor: OutputProcessor, duplicate: Any) -> None:
+    taken = with_log_probs(processor)
+    completion = duplicate(taken.outputs[0])
+    assert type(completion.logprobs) is list
+    assert completion.logprobs == taken.outputs[0].logprobs == [{7: Logprob(-0.5, 1)}]
+    assert completion.logprobs is completion.logprobs
+    assert duplicate(taken).prompt_logprobs == [None, {2: Logprob(-1.5, 3)}]
+
+
+def test_outputs_with_log_probs_become_json(processor: OutputProcessor) -> None:
+    plain = json.loads(json.dumps(dataclasses.asdict(with_log_probs(processor))))
+    entry = {"logprob": -0.5, "rank": 1, "decoded_token": None}
+    assert plain["outputs"][0]["logprobs"] == [{"7": entry}]
+    assert plain["prompt_logprobs"] == [None, {"2": {**entry, "logprob": -1.5, "rank": 3}}]
+
+
+def test_log_probs_read_late_are_those_of_their_output(processor: OutputProcessor) -> None:
+    kinds = {kind: Opened(processor, str(kind), logprobs=0, output_kind=kind) for kind in RequestOutputKind}
+    taken: dict[RequestOutputKind, list[RequestOutput]] = {kind: [] for kind in kinds}
+    for token in range(4):
+        finish = FinishReason.LENGTH if token == 3 else None
+        for kind, opened in kinds.items():
+            rows = logprobs([(token, -0.1 * token, 1)])
+            lists = pack_each(rows)[0] if token % 2 else rows
+            processor.process(batch(output(opened.ids[0], token, finish=finish, new_logprobs=lists)))
+            taken[kind] += [one] if token != 1 and (one := opened.state.take()) is not None else []
+    found = {
+        kind: [[next(iter(position)) for position in one.outputs[0].logprobs or []] for one in outputs]
+        for kind, outputs in taken.items()
+    }
+    assert found[DELTA] == [[0], [1, 2], [3]]
+    assert found[FINAL] == [[0, 1, 2, 3]]
+    assert found[RequestOutputKind.CUMULATIVE] == [[0], [0, 1, 2], [0, 1, 2, 3]]
+    sums = {outputs[-1].outputs[0].cumulative_logprob for outputs in taken.values()}
+    assert len(sums) == 1
+
+
+def test_a_reader_who_changes_its_log_probs_does_not_change_later_ones(processor: OutputProcessor) -> None:
+    opened = Opened(processor, logprobs=0)
+    for token in (5, 6):
+        processor.process(batch(output(opened.ids[0], token, new_logprobs=logprobs([(token, -0.5, 1)]))))
+        positions = opened.take().outputs[0].logprobs
+        assert positions is not None
+        assert [next(iter(position)) for position in positions] == list(range(5, token + 1))
+        positions.clear()
 
 
 def test_log_probs_that_do_not_match_the_tokens_fail_that_request_only(processor: OutputProcessor) -> None:

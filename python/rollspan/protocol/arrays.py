@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -11,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollspan.protocol.messages import LogprobsLists
-from rollspan.protocol.strict import EXT_RAW, U32, fail, pack, read_array, read_int, read_text, shallow
+from rollspan.protocol.packed_logprobs import PackedLogprobs, before_arrays
+from rollspan.protocol.strict import EXT_RAW, U32, fail, read_array, read_int, read_text, shallow
 
 _Dtypes = frozenset[np.dtype[Any]]
 _INT32 = np.dtype("<i4")
@@ -46,11 +46,13 @@ def encode_experts(experts: npt.NDArray[np.integer[Any]]) -> tuple[str, list[int
     return encode_array(experts, experts.dtype.str)
 
 
-def packed_logprobs(lists: LogprobsLists) -> tuple[bytes, ...]:
-    """Log-probs of new tokens as consecutive pieces of MessagePack: most of what a step says, so it must be quick.
+def encode_logprobs(lists: LogprobsLists) -> bytes:
+    """Log-probs of new tokens as MessagePack: most of what a step says, so it must be quick.
 
     The bytes around the data depend on the shape only, and the data is what lies in memory.
     """
+    if isinstance(lists, PackedLogprobs):
+        return lists.data
     ids, logprobs, ranks = lists.token_ids, lists.logprobs, lists.sampled_ranks
     if ids.dtype is not _INT32:
         ids = ids.astype(_INT32)
@@ -61,20 +63,8 @@ def packed_logprobs(lists: LogprobsLists) -> tuple[bytes, ...]:
     shape = ids.shape
     if logprobs.shape != shape or ranks.shape != shape[:1]:
         raise ValueError(f"log-probs have shapes {shape}, {logprobs.shape} and {ranks.shape}")
-    before, between, behind = _around(shape)
-    return before, ids.tobytes(), between, logprobs.tobytes(), behind, ranks.tobytes(), b"\xc0"
-
-
-@lru_cache(maxsize=256)
-def _around(shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
-    """What stands before each array's data."""
-
-    def head(dtype: str, shape: tuple[int, ...]) -> bytes:
-        data = bytes(4 * int(np.prod(shape)))
-        packed = pack((dtype, shape, msgpack.ExtType(EXT_RAW, data)))
-        return packed[: len(packed) - len(data)]
-
-    return b"\x94" + head("<i4", shape), head("<f4", shape), head("<i4", shape[:1])
+    before, between, behind = before_arrays(shape)
+    return b"".join((before, ids.tobytes(), between, logprobs.tobytes(), behind, ranks.tobytes(), b"\xc0"))
 
 
 def _decode_array(value: Any, name: str, buffers: Sequence[bytes], dtypes: _Dtypes) -> npt.NDArray[Any]:

@@ -74,7 +74,7 @@ class EngineCoreRequest:
     session_id: str | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class LogprobsLists:
     """Log-probs of new tokens. Column 0 is the sampled token, columns 1..k the top-k in rank order.
 
@@ -87,6 +87,10 @@ class LogprobsLists:
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     sampled_ranks: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        """Number of positions."""
+        return len(self.sampled_ranks)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from rollspan.protocol.arrays import (
     decode_logprobs,
     decode_tensors,
     encode_experts,
+    encode_logprobs,
     encode_tensors,
-    packed_logprobs,
 )
 from rollspan.protocol.strict import (
     I64,
@@ -86,11 +86,10 @@ def _put_logprobs(packed: bytes, outputs: list[m.EngineCoreOutput]) -> bytes:
     lists = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if not lists:
         return packed
-    first, *rest = packed.split(_PACKED_PLACE)
-    pieces = [first]
-    for one, behind in zip(lists, rest, strict=True):
-        pieces += packed_logprobs(one)
-        pieces.append(behind)
+    around = packed.split(_PACKED_PLACE)
+    pieces = [b""] * (len(around) + len(lists))
+    pieces[::2] = around
+    pieces[1::2] = map(encode_logprobs, lists)
     return b"".join(pieces)
 
 

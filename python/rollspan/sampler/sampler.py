@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollspan.engine.request import Request
 from rollspan.kernels import sampling
 from rollspan.protocol.messages import LogprobsLists
+from rollspan.protocol.packed_logprobs import pack_each
 from rollspan.sampler.sampling_batch import SamplingBatch
 
 
@@ -26,7 +28,7 @@ class Samples:
 
     token_ids: list[int]
     valid: list[bool]
-    logprobs: list[LogprobsLists | None]
+    logprobs: Sequence[LogprobsLists | None]
 
 
 class Sampler:
@@ -70,12 +72,7 @@ class Sampler:
             exact_logprobs=self._exact_logprobs,
             backend=self._backend,
         )
-        logprobs: list[LogprobsLists | None] = [None] * len(requests)
-        ids, values, ranks = result.ids, result.logprobs, np.ascontiguousarray(result.ranks)
-        for row, columns in batch.wanted:
-            end = row + 1
-            logprobs[row] = LogprobsLists(ids[row:end, :columns], values[row:end, :columns], ranks[row:end])
-        return Samples(result.token_ids.tolist(), result.valid.tolist(), logprobs)
+        return Samples(result.token_ids.tolist(), result.valid.tolist(), _logprobs(result, batch.wanted))
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: list[int], count: int) -> LogprobsLists:
@@ -93,3 +90,20 @@ class Sampler:
         backend = "torch" if self._exact_logprobs else self._backend
         result = sampling.score(logits, targets, num_top, backend=backend)
         return LogprobsLists(result.ids, result.logprobs, np.ascontiguousarray(result.ranks))
+
+
+def _logprobs(
+    result: sampling.SampleResult, wanted: Mapping[int, npt.NDArray[np.intp]]
+) -> Sequence[LogprobsLists | None]:
+    """One entry for each row: of as many columns as :attr:`SamplingBatch.wanted` says, or None."""
+    count = len(result.outcomes)
+    logprobs: list[LogprobsLists | None] = [None] * count
+    for columns, rows in wanted.items():
+        if len(rows) == count:
+            return pack_each(LogprobsLists(result.ids, result.logprobs, result.ranks))
+        packed = pack_each(
+            LogprobsLists(result.ids[rows, :columns], result.logprobs[rows, :columns], result.ranks[rows])
+        )
+        for row, one in zip(rows.tolist(), packed, strict=True):
+            logprobs[row] = one
+    return logprobs

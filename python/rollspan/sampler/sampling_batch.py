@@ -30,7 +30,8 @@ class SamplingBatch:
     Attributes:
         vocabulary: columns of the logits.
         rows: the parameters of each request, as :func:`rollspan.kernels.sampling.sample` takes them.
-        wanted: (row, columns) for each request that wants log-probs, the sampled token's column included.
+        wanted: rows of the requests that want log-probs, ascending, by the number of columns that they want, the
+            sampled token's included.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -41,7 +42,7 @@ class SamplingBatch:
         self._edits = EditTables(vocabulary)
         self._editable = False
         self.rows: Rows = make_rows(0)
-        self.wanted: list[tuple[int, int]] = []
+        self.wanted: dict[int, npt.NDArray[np.intp]] = {}
 
     def update(self, requests: Sequence[Request]) -> None:
         """Takes over the requests of this step; where they are those of the last step, no Python runs per request."""
@@ -70,7 +71,7 @@ class SamplingBatch:
         self._places = {request: place for place, request in enumerate(requests)}
         self._editable = bool((self._facts["edited"] | (self._facts["min_tokens"] > 0)).any())
         columns = self.rows["num_top"] + 1
-        self.wanted = [(row, int(columns[row])) for row in np.flatnonzero(columns).tolist()]
+        self.wanted = {count: np.flatnonzero(columns == count) for count in np.unique(columns).tolist() if count}
 
     def _row(self, request: Request) -> tuple[float, ...]:
         params, size = request.params, self.vocabulary
