@@ -72,6 +72,7 @@ class EngineCoreRequest:
     priority: int = 0
     external_req_id: str | None = None
     session_id: str | None = None
+    provenance: Provenance = NO_PROVENANCE
 
 
 @dataclass(slots=True)
