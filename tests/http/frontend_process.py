@@ -29,12 +29,30 @@ POST_ROUTES = [
     "/resume",
     "/reset_prefix_cache",
     "/abort_requests",
+    "/sleep",
+    "/wake_up",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
     "/start_weight_update",
+    "/start_draft_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/abort_weight_update",
     "/update_weight_version",
+    "/weight_checker",
 ]
-GET_ROUTES = ["/health", "/version", "/v1/models", "/metrics", "/is_paused", "/weight_info", "/server_info"]
+GET_ROUTES = [
+    "/health",
+    "/version",
+    "/v1/models",
+    "/metrics",
+    "/is_paused",
+    "/is_sleeping",
+    "/weight_info",
+    "/weight_history",
+    "/server_info",
+    "/get_world_size",
+]
 
 
 def frontend_command(kind: str) -> list[str]:

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(len(FRONTENDS) < 2, reason="one frontend agrees 
 CASES = 400
 FIELDS = [
     *("token_ids", "request_id", "model", "stream", "stream_options", "output_mode", "return_token_ids", "priority"),
-    *("cache_salt", "response_format", "return_kv_versions", "min_weight_commit", "features", "sampling_params", "zz"),
+    *("cache_salt", "response_format", "return_kv_versions", "min_weight_commit", "weight_wait_s", "max_weight_lag"),
+    *("allow_stale_prefix", "features", "sampling_params", "zz"),
 ]
 OPTIONS = ["include_usage", "continuous_usage_stats", "include_weight_versions", "other"]
 PARAMS = [*RULES, *TEXT_RULES, *NEUTRAL, "output_kind", "a b"]
@@ -74,6 +75,7 @@ def described(request: EngineCoreRequest) -> dict[str, Any]:
         "params": dataclasses.replace(request.sampling_params, output_kind=RequestOutputKind.DELTA),
         "cache_salt": request.cache_salt,
         "priority": request.priority,
+        "provenance": request.provenance,
         "index": request.request_id.partition("_")[0] if "_" in request.request_id else None,
     }
 
@@ -127,9 +129,14 @@ def test_odd_control_bodies_are_answered_alike(both: list[Mocked]) -> None:
         "/pause": ["mode", "clear_cache"],
         "/abort_requests": ["request_ids"],
         "/inference/v1/abort_requests": ["request_ids"],
-        "/update_weights": ["update_info"],
-        "/finish_weight_update": ["weight_version"],
+        "/init_weight_transfer_engine": ["init_info"],
+        "/start_weight_update": ["mode"],
+        "/update_weights": ["update_info", "weight_dir"],
+        "/finish_weight_update": ["weight_version", "weight_digest", "partial"],
         "/update_weight_version": ["new_version"],
+        "/weight_checker": ["action", "baseline"],
+        "/sleep": ["level", "mode"],
+        "/wake_up": ["tags"],
     }
     with ThreadPoolExecutor(1) as pool:
         for path, names in paths.items():

@@ -317,11 +317,6 @@ def test_an_update_info_nested_too_deep_is_refused_and_the_engine_stays(restored
     assert restored.label() == "default"
 
 
-def test_the_form_with_a_weight_dir_is_refused_by_name(restored: RealServer) -> None:
-    body = {"weight_dir": "rl", "update_info": {"path": "rl"}}
-    error_of(restored.frontend.post("/update_weights", body), 400, "unsupported_field", "weight_dir")
-
-
 def test_a_finish_that_is_sent_again_is_answered_as_before(restored: RealServer) -> None:
     first = restored.update("zero", "step-1")
     again = restored.frontend.post("/finish_weight_update", {"weight_version": "step-1"})

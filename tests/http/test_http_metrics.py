@@ -35,6 +35,9 @@ FAMILIES = {
     "rollspan:e2e_request_latency_seconds": "histogram",
 }
 
+#: Elements of an EngineCoreOutput that this version knows.
+KNOWN_ELEMENTS = 22
+
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
@@ -158,7 +161,7 @@ def test_elements_that_nobody_knows_are_skipped_and_counted(mocks: MockFactory, 
         weight_commit=1,
     )
     row = msgpack.unpackb(codec.encode_outputs(message))
-    row[1][0] += ["new", {"er": 1}]
+    row[1][0] += [None] * (KNOWN_ELEMENTS - len(row[1][0])) + ["new", {"er": 1}]
     mock.engine.raw(FrameKind.OUTPUTS, msgpack.packb([*row, "newest"]))
     assert answer.result().json()["choices"][0]["token_ids"] == [1]
     assert mock.frontend.metrics()["rollspan:wire_skipped_fields_total"] == 3

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import rollspan
 from rollspan.frontend.server import StartError, is_loopback, serve
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine_ready_timeout=flags.engine_ready_timeout,
         shutdown_timeout=flags.shutdown_timeout,
         watch_stdin=flags.watch_stdin,
+        weights_spool=flags.weights_spool,
+        max_weight_upload_bytes=flags.max_weight_upload_bytes,
+        weight_update_timeout=flags.weight_update_timeout,
     )
     try:
         return asyncio.run(serve(options))
@@ -84,6 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.shutdown_timeout,
         help="how long open requests may go on after a signal (default: %(default)g)",
     )
+    add("--weights-spool", metavar="DIR", type=Path, help="private directory for uploads of weights (none: refused)")
+    add(
+        "--max-weight-upload-bytes",
+        metavar="BYTES",
+        type=_integer(1),
+        help="most bytes of all uploads of weights together (default: two models in float32, and 64 MiB)",
+    )
+    add(
+        "--weight-update-timeout",
+        metavar="SECONDS",
+        type=_some_seconds,
+        default=defaults.weight_update_timeout,
+        help="how long an upload of weights may be idle before it is deleted (default: %(default)g)",
+    )
     add("--insecure", action="store_true", help="allow an address that other machines can reach")
     add("--watch-stdin", action="store_true", help="exit as soon as stdin is closed")
     add("--log-level", choices=LOG_LEVELS, default="info", help="least severe level logged (default: %(default)s)")
@@ -106,6 +124,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError("must be a number of seconds of at least 0")
+    return value
+
+
+def _some_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be a number of seconds above 0")
     return value
 
 

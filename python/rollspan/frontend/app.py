@@ -9,40 +9,59 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rollspan.errors import RollspanError
+from rollspan.frontend import pause, sleep, weights
+from rollspan.frontend.about import AboutRoutes, server_info, world_size
 from rollspan.frontend.answers import ErrorAnswer, internal_error
-from rollspan.frontend.control import ControlRoutes
+from rollspan.frontend.control import Handler, control_route
 from rollspan.frontend.generate import GenerateEndpoint
 from rollspan.frontend.state import FrontendState
+from rollspan.frontend.uploads import UploadRoutes
+
+CONTROL_GET: dict[str, Handler] = {
+    "/is_paused": pause.is_paused,
+    "/is_sleeping": sleep.is_sleeping,
+    "/weight_info": weights.info,
+    "/weight_history": weights.history,
+    "/server_info": server_info,
+    "/get_world_size": world_size,
+}
+CONTROL_POST: dict[str, Handler] = {
+    "/pause": pause.pause,
+    "/resume": pause.resume,
+    "/reset_prefix_cache": pause.reset_prefix_cache,
+    "/abort_requests": pause.abort_requests,
+    "/inference/v1/abort_requests": pause.abort_given_requests,
+    "/sleep": sleep.sleep,
+    "/wake_up": sleep.wake_up,
+    "/init_weight_transfer_engine": weights.init_transfer,
+    "/shutdown_weight_transfer_engine": weights.shut_down_transfer,
+    "/start_weight_update": weights.start,
+    "/start_draft_weight_update": weights.start_draft,
+    "/update_weights": weights.update,
+    "/finish_weight_update": weights.finish,
+    "/abort_weight_update": weights.abort,
+    "/update_weight_version": weights.relabel,
+    "/weight_checker": weights.check,
+}
 
 
 def build_app(state: FrontendState) -> Starlette:
     """The application over ``state``."""
-    control = ControlRoutes(state)
-    get = {
-        "/health": control.health,
-        "/version": control.version,
-        "/v1/models": control.models,
-        "/metrics": control.metrics,
-        "/is_paused": control.is_paused,
-        "/weight_info": control.weight_info,
-        "/server_info": control.server_info,
-    }
-    post = {
-        "/pause": control.pause,
-        "/resume": control.resume,
-        "/reset_prefix_cache": control.reset_prefix_cache,
-        "/abort_requests": control.abort_requests,
-        "/inference/v1/abort_requests": control.abort_given_requests,
-        "/start_weight_update": control.start_weight_update,
-        "/update_weights": control.update_weights,
-        "/finish_weight_update": control.finish_weight_update,
-        "/update_weight_version": control.update_weight_version,
+    about, uploads = AboutRoutes(state), UploadRoutes(state)
+    plain = {
+        "/health": about.health,
+        "/version": about.version,
+        "/v1/models": about.models,
+        "/metrics": about.metrics,
     }
     app = Starlette(
         routes=[
             Route("/inference/v1/generate", GenerateEndpoint(state), methods=["POST"]),
-            *(Route(path, handler, methods=["GET"]) for path, handler in get.items()),
-            *(Route(path, handler, methods=["POST"]) for path, handler in post.items()),
+            *(Route(path, handler, methods=["GET"]) for path, handler in plain.items()),
+            *(Route(path, control_route(state, handler), methods=["GET"]) for path, handler in CONTROL_GET.items()),
+            *(Route(path, control_route(state, handler), methods=["POST"]) for path, handler in CONTROL_POST.items()),
+            Route("/weight_uploads/{upload}/{file}", uploads.put, methods=["PUT"]),
+            Route("/weight_uploads/{upload}", uploads.on_upload, methods=["GET", "DELETE"]),
         ],
         exception_handlers={
             RollspanError: _rollspan_error,
@@ -68,7 +87,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     answer = ErrorAnswer(
         RollspanError(f"{request.url.path} does not take {request.method}", reason="method_not_allowed")
     )
-    answer.headers.update(error.headers or {})
+    answer.headers["allow"] = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
     return answer
 
 

@@ -1,4 +1,4 @@
-"""An engine client that tells the metrics, and the frontend's state, what passes over the link."""
+"""An engine client that tells the metrics, the engine's status and the frontend what passes over the link."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from rollspan.client.base import DeathHandler, EngineCoreClient, OutputHandler
 from rollspan.errors import RollspanError
 from rollspan.frontend.metrics import Metrics
+from rollspan.frontend.status import EngineStatus
 from rollspan.protocol.messages import EngineCoreOutputs, EngineCoreRequest
 
 #: Failures of a call that was refused before it could be part of a weight update.
@@ -14,30 +15,37 @@ _NO_UPDATE = ("update_active", "no_update_active", "invalid_request", "invalid_l
 
 
 class MeteredClient(EngineCoreClient):
-    """Passes every call on to ``client``. ``on_death`` is called besides the handler that the client's user sets."""
+    """Passes every call on to ``client``. ``on_death`` is called besides the handler that the client's user sets.
+
+    Attributes:
+        metrics: what passed over the link.
+        status: what the engine last said about itself.
+    """
 
     def __init__(self, client: EngineCoreClient, metrics: Metrics, on_death: DeathHandler) -> None:
         super().__init__()
         self.hello = client.hello
         self._client = client
-        self._metrics = metrics
+        self.metrics = metrics
+        self.status = EngineStatus.at_start(client.hello)
         self._notify = on_death
         client.set_death_handler(self._died)
 
     def set_output_handler(self, handler: OutputHandler) -> None:
         def outputs_received(message: EngineCoreOutputs) -> None:
-            self._metrics.outputs_received(message)
+            self.metrics.outputs_received(message)
+            self.status.update(message)
             handler(message)
 
         self._client.set_output_handler(outputs_received)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         self._client.check_alive()
-        self._metrics.request_added(request)
+        self.metrics.request_added(request)
         await self._client.add_request(request)
 
     async def abort(self, request_ids: list[str]) -> None:
-        self._metrics.requests_aborted(request_ids)
+        self.metrics.requests_aborted(request_ids)
         await self._client.abort(request_ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
@@ -45,10 +53,10 @@ class MeteredClient(EngineCoreClient):
             result = await self._client.call_utility(method, *args)
         except RollspanError as error:
             if method in ("update_weights", "finish_weight_update") and error.reason not in _NO_UPDATE:
-                self._metrics.weight_update_ended("failure")
+                self.metrics.weight_update_ended("failure")
             raise
         if method == "finish_weight_update":
-            self._metrics.weight_update_ended("success")
+            self.metrics.weight_update_ended("success")
         return result
 
     async def close(self) -> None:
@@ -57,8 +65,8 @@ class MeteredClient(EngineCoreClient):
     def _died(self, error: RollspanError) -> None:
         self.death = error
         for reason, count in self._client.decode_errors.items():
-            self._metrics.decode_failed(reason, count)
-        self._metrics.link_ended()
+            self.metrics.decode_failed(reason, count)
+        self.metrics.link_ended()
         self._notify(error)
         if self._on_death is not None:
             self._on_death(error)

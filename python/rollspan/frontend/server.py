@@ -131,7 +131,9 @@ async def _connect(state: FrontendState, options: FrontendOptions) -> AsyncLLM:
     metrics = Metrics(link.hello, options.served_model_name or link.hello.model.name)
     client = MeteredClient(link, metrics, lambda error: state.engine_failed(error))
     llm = await AsyncLLM.from_client(client)
-    state.engine_ready(llm, link.hello, metrics)
+    state.engine_ready(llm, client)
+    if state.spool is not None:
+        state.spool.start()
     logger.info("engine %d ready, serving %s", link.hello.engine_index, link.hello.model.name)
     return llm
 
@@ -166,6 +168,8 @@ async def _shut_down(
         for connection in list(server.server_state.connections):
             connection.transport.abort()
     await serving
+    if state.spool is not None:
+        await state.spool.close()
 
 
 def _announce(event: dict[str, Any]) -> None:

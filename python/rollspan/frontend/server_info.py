@@ -8,7 +8,7 @@ import rollspan
 from rollspan.frontend.state import Engine
 
 
-def server_info(engine: Engine, facts: dict[str, Any]) -> dict[str, Any]:
+def described(engine: Engine, facts: dict[str, Any]) -> dict[str, Any]:
     """vLLM's groups of settings as far as clients read them, and what the engine says about itself.
 
     Args:
