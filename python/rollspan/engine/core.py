@@ -16,6 +16,7 @@ import torch
 import rollspan
 from rollspan.config import EngineConfig
 from rollspan.engine.admission import Admission
+from rollspan.engine.bounds import STALE, WeightBounds, left_behind
 from rollspan.engine.control import Control
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.request import Request, RequestStatus, Stamp
@@ -30,7 +31,7 @@ from rollspan.runner.invariance import prepare
 from rollspan.runner.loader import load_model, select_device
 from rollspan.runner.placement import fit, place
 from rollspan.sampler.sampler import Sampler, Samples
-from rollspan.sampler.text import TextRules
+from rollspan.sampler.text import Structure, TextRules
 
 logger = logging.getLogger("rollspan.engine")
 
@@ -51,6 +52,7 @@ class Launched:
         samples: one for each request of ``logits.sampled``.
         places: where their tokens go, in the ``token_ids`` of each.
         stamp: label and commit of the weights that it was launched with; no later change of them renames it.
+        kv_spans: for each request that is to be told, which weights computed what its token attends to.
     """
 
     scheduled: list[ScheduledRequest]
@@ -58,6 +60,7 @@ class Launched:
     samples: Samples
     places: list[int]
     stamp: Stamp
+    kv_spans: dict[Request, list[m.StampSpan]]
 
     @property
     def tokens(self) -> PendingTokens:
@@ -103,6 +106,7 @@ class EngineCore:
         self._clients = {0}
         self._last_stats = 0.0
         self._text = TextRules(config.model_directory(), self._placement.vocab_size, self._model_facts.eos_token_ids)
+        self._bounds = WeightBounds()
         self._admission = Admission(self._placement, config, self._text)
         wanted = config.async_scheduling if config.async_scheduling is not None else device.type == "cuda"
         # Which experts computed a token is read from blocks that a later step may already have taken.
@@ -139,6 +143,10 @@ class EngineCore:
             return True
         return self._control.drained or self.scheduler.has_work()
 
+    def next_deadline(self) -> float | None:
+        """When :meth:`step` has something to do though nothing arrives, in seconds of the monotonic clock."""
+        return self._bounds.next_deadline()
+
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells: the runner, the model and the configuration."""
         return {
@@ -155,10 +163,13 @@ class EngineCore:
         try:
             if self.scheduler.pause_state is PauseState.PAUSED_NEW:
                 raise RollspanError("generation is paused: try again after it is resumed", reason="engine_paused")
-            if message.request_id in self.scheduler.requests:
+            if message.request_id in self.scheduler.requests or message.request_id in self._bounds:
                 text = f"request id {shown(message.request_id)} is in use"
                 raise RollspanError(text, reason="duplicate_request_id", param="request_id")
             structure = self._admission.resolve(message)
+            if message.provenance.min_weight_commit > self.weights.commit:
+                self._bounds.hold(message, structure, self.weights.commit, updating=self.weights.updating)
+                return
         except RollspanError as error:
             self.refuse_request(message.client_index, message.request_id, error)
             return
@@ -167,6 +178,10 @@ class EngineCore:
             text = f"the request cannot be admitted: {type(error).__name__}: {error}"
             self.refuse_request(message.client_index, message.request_id, RollspanError(text, reason="invalid_request"))
             return
+        self._enter(message, structure)
+
+    def _enter(self, message: m.EngineCoreRequest, structure: Structure | None) -> None:
+        """Puts a checked request into the scheduler, under the weights now in force."""
         self._arrivals += 1
         request = Request(
             message,
@@ -187,12 +202,13 @@ class EngineCore:
     def refuse_request(self, client_index: int, request_id: str, error: RollspanError) -> None:
         """Answers a request that cannot be admitted with a terminal error output."""
         code = error.reason if error.reason in _KNOWN_CODES else "validation_error"
-        failure = m.EngineError(code, error.message, code == "engine_paused", error.param, error.reason)
+        failure = m.EngineError(code, error.message, code in _PASSING_CODES, error.param, error.reason)
         self._deliver_terminal(client_index, request_id, failure)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Ends requests without an answer; unknown ids are ignored."""
         for request_id in request_ids:
+            self._bounds.drop(request_id)
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 self.scheduler.finish(request)
@@ -206,17 +222,34 @@ class EngineCore:
         self._clients.discard(client_index)
         mine = [r.request_id for r in self.scheduler.requests.values() if r.client_index == client_index]
         self.abort_requests(mine)
+        self._bounds.take_all(client_index)
         self._outbox = [entry for entry in self._outbox if entry[0] != client_index]
 
     def abort_all(self) -> None:
         """Ends every request, each with a terminal output of what it has."""
         for request in list(self.scheduler.requests.values()):
-            self.scheduler.finish(request)
-            self._deliver_terminal(request.client_index, request.request_id, None, request.admission)
+            self._abort(request)
+        for message in self._bounds.take_all():
+            self._deliver_terminal(message.client_index, message.request_id, None)
+
+    def _abort(self, request: Request, stop_reason: str | None = None) -> None:
+        self.scheduler.finish(request)
+        self._deliver_terminal(
+            request.client_index, request.request_id, None, request.admission, stop_reason=stop_reason
+        )
 
     def weights_changed(self) -> None:
-        """A commit has taken place: what was computed with the old weights is theirs."""
-        self.scheduler.commit_weights(self.weights.commit)
+        """A commit has taken place: what was computed with the old weights is theirs.
+
+        Requests that waited for it enter the scheduler, outputs that it has left too far behind end.
+        """
+        self.drain()
+        commit = self.weights.commit
+        self.scheduler.commit_weights(commit)
+        for request in left_behind(self.scheduler.requests.values(), commit):
+            self._abort(request, STALE)
+        for held in self._bounds.take_admissible(commit):
+            self._enter(held.message, held.structure)
 
     def call_utility(self, client_index: int, call: m.UtilityCall) -> None:
         """Runs a method of PROTOCOL.md's table; the next step delivers its answer (pause "wait": a later one)."""
@@ -260,11 +293,13 @@ class EngineCore:
             self.drain()
             self._fail_step(scheduled, error)
             return None
+        stamp = self.weights.stamp
+        kv_spans = self.scheduler.track(scheduled, stamp)
         for entry in scheduled:
             entry.request.num_computed_tokens += entry.num_tokens
             entry.stop = entry.request.num_computed_tokens
         places = [request.reserve() for request in logits.sampled]
-        return Launched(scheduled, logits, samples, places, self.weights.stamp)
+        return Launched(scheduled, logits, samples, places, stamp, kv_spans)
 
     def _collect(self, step: Launched) -> None:
         """Files what a step has computed and tells the frontends; who has ended since it was launched is left out."""
@@ -273,7 +308,7 @@ class EngineCore:
             filled = entry.stop - request.num_registered_tokens >= self.config.block_size
             if filled and request.status is RequestStatus.RUNNING:  # it may have lost its blocks since
                 self.scheduler.register(request, entry.stop)
-        self._score_prompts(step.logits)
+        self._score_prompts(step.logits, step.stamp)
         batches: dict[int, list[m.EngineCoreOutput]] = {}
         samples = step.samples
         for row, (request, index, token, valid, logprobs) in enumerate(
@@ -291,9 +326,14 @@ class EngineCore:
                 output = m.EngineCoreOutput(request.request_id, [], finish_reason=m.FinishReason.ERROR, error=fault)
             if not request.announced:
                 request.announced = True
+                request.first_commit = step.stamp[1]
                 output.admission = request.admission
                 output.prefill_stats = prefill_stats(request)
                 output.new_prompt_logprobs = request.take_prompt_logprobs()
+                if output.new_prompt_logprobs is not None:
+                    output.prompt_spans = request.prompt_spans
+            if step.kv_spans and output.error is None:
+                output.kv_spans = step.kv_spans.get(request)
             if output.finish_reason is not None:
                 output.admission = request.admission
                 if request.params.routed_experts is not False and self._placement.routing is not None:
@@ -306,7 +346,7 @@ class EngineCore:
         for client_index, outputs in batches.items():
             self.send(client_index, step.stamp, outputs=outputs)
 
-    def _score_prompts(self, logits: StepLogits) -> None:
+    def _score_prompts(self, logits: StepLogits, stamp: Stamp) -> None:
         """Files the log-probs of the prompt tokens that a step's rows predict."""
         row = len(logits.sampled)
         for request, start, stop in logits.scored:
@@ -319,8 +359,7 @@ class EngineCore:
                     logger.exception("a prompt cannot be scored")
                     self._fail(request, "engine_error", f"the prompt cannot be scored: {type(error).__name__}: {error}")
                     continue
-                request.prompt_logprobs.append(scores)
-                request.num_scored_tokens = stop
+                request.add_prompt_logprobs(scores, start, stop, stamp)
                 if np.isnan(scores.logprobs).any():
                     self._fail(request, "nan_logits", "the model's logits are not finite in the prompt")
 
@@ -342,8 +381,10 @@ class EngineCore:
 
     def _after_step(self) -> None:
         self._control.after_step()
+        for message, error in self._bounds.take_refused(self.weights.commit, updating=self.weights.updating):
+            self.refuse_request(message.client_index, message.request_id, error)
         now = time.monotonic()
-        if self.scheduler.requests:
+        if self.scheduler.requests or self._bounds:
             if now - self._last_stats >= STATS_INTERVAL:
                 self.report()
         elif self._last_stats:
@@ -354,7 +395,7 @@ class EngineCore:
     def report(self) -> None:
         """Tells every frontend the state: load, pause, label and commit."""
         self._last_stats = time.monotonic()
-        stats = scheduler_stats(self.scheduler)
+        stats = scheduler_stats(self.scheduler, len(self._bounds))
         for client_index in self._clients:
             self.send(client_index, self.weights.stamp, scheduler_stats=stats)
 
@@ -371,14 +412,23 @@ class EngineCore:
         self._outbox.append((client_index, message))
 
     def _deliver_terminal(
-        self, client_index: int, request_id: str, error: m.EngineError | None, admission: Stamp | None = None
+        self,
+        client_index: int,
+        request_id: str,
+        error: m.EngineError | None,
+        admission: Stamp | None = None,
+        *,
+        stop_reason: str | None = None,
     ) -> None:
         reason = m.FinishReason.ABORT if error is None else m.FinishReason.ERROR
         output = m.EngineCoreOutput(request_id, [], finish_reason=reason, error=error, admission=admission)
+        output.stop_reason = stop_reason
         self.send(client_index, None, outputs=[output], finished_requests=[request_id])
 
 
-_KNOWN_CODES = ("engine_paused", "duplicate_request_id", "prompt_too_long")
+_KNOWN_CODES = ("engine_paused", "duplicate_request_id", "prompt_too_long", "stale_weights", "queue_full")
+#: The same request may succeed later.
+_PASSING_CODES = ("engine_paused", "stale_weights", "queue_full")
 
 
 def _no_token(step: Launched, row: int) -> m.EngineError:

@@ -84,9 +84,11 @@ class EngineProcess:
     def _receive(self, core: EngineCore) -> None:
         """Applies all that has arrived; waits for something when the core has nothing to do."""
         block = not core.has_work()
+        deadline = core.next_deadline() if block else None
         while True:
             try:
-                item = self._inbox.get(block=block)
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                item = self._inbox.get(block=block, timeout=timeout)
             except queue.Empty:
                 return
             block = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-#: What a cached block continues: the commit number and cache salt that begin a chain, or the id of the block before.
-Parent = tuple[int, str | None] | int
+#: What begins a chain of blocks: the number of the commit that computed it, and a cache salt.
+Root = tuple[int, str | None]
+#: What a cached block continues: the root of a chain, or the id of the block before.
+Parent = Root | int
 #: Identity of a cached block: what it continues, and its own ``block_size`` tokens. Compared exactly, never by hash.
 BlockKey = tuple[Parent, tuple[int, ...]]
 
@@ -29,6 +31,8 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # free, but cached; least recently used first
         self._cached: dict[BlockKey, tuple[int, int]] = {}  # block, and its id as a parent
         self._keys: dict[int, BlockKey] = {}  # of each cached block
+        self._labels: dict[Root, str] = {}  # of the weights that began a chain
+        self._beginnings: dict[Root, int] = {}  # cached blocks at the beginning of a chain
         self._next_parent = 0
 
     @property
@@ -63,7 +67,12 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._cached[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._cached[key]
+        if isinstance(root := key[0], tuple):
+            self._beginnings[root] -= 1
+            if self._beginnings[root] == 0:
+                del self._beginnings[root], self._labels[root]
         return block
 
     def release(self, block_ids: list[int]) -> None:
@@ -105,8 +114,16 @@ class BlockPool:
                 del self._idle[block]
             self._references[block] += 1
 
-    def register(self, block: int, key: BlockKey) -> int:
-        """Offers a held, full, computed block to later requests.
+    def label(self, root: Root) -> str | None:
+        """What the weights of a chain were called when its first block was cached; None where nothing is."""
+        return self._labels.get(root)
+
+    def roots(self, salt: str | None) -> list[Root]:
+        """Where chains with that salt begin, those of the newest commit first."""
+        return sorted((root for root in self._beginnings if root[1] == salt), reverse=True)
+
+    def register(self, block: int, key: BlockKey, label: str) -> int:
+        """Offers a held, full, computed block to later requests; ``label`` is that of the weights that computed it.
 
         Returns:
             The parent of the next block. When an equal block is cached already that one's, and ``block`` stays private.
@@ -117,6 +134,9 @@ class BlockPool:
             found = (block, self._next_parent)
             self._cached[key] = found
             self._keys[block] = key
+            if isinstance(root := key[0], tuple):
+                self._labels.setdefault(root, label)
+                self._beginnings[root] = self._beginnings.get(root, 0) + 1
         return found[1]
 
     def reset(self) -> None:
@@ -125,6 +145,8 @@ class BlockPool:
         self._idle.clear()
         self._cached.clear()
         self._keys.clear()
+        self._labels.clear()
+        self._beginnings.clear()
 
     def check(self, holders: Sequence[Sequence[int]]) -> None:
         """Verifies the invariants against the block lists of all requests.
@@ -144,3 +166,7 @@ class BlockPool:
             raise RuntimeError("KV blocks: the prefix cache names other blocks than it holds")
         if len(self._cached) != len(self._keys) or not self._keys.keys() >= self._idle.keys():
             raise RuntimeError("KV blocks: the prefix cache holds a block that is not cached")
+        if self._beginnings != Counter(key[0] for key in self._cached if isinstance(key[0], tuple)):
+            raise RuntimeError("KV blocks: the prefix cache has lost count of where chains begin")
+        if self._labels.keys() != self._beginnings.keys():
+            raise RuntimeError("KV blocks: the prefix cache does not know whose KV it holds")

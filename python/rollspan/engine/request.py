@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollspan.engine.kv_cache import Parent
-from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists
+from rollspan.engine.kv_spans import KvSpans
+from rollspan.engine.kv_spans import Stamp as Stamp
+from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists, StampSpan
 from rollspan.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Stands in token_ids for a token that a launched step is sampling.
 PENDING = -1
-#: (label, commit number) of a set of weights.
-Stamp = tuple[str, int]
 
 
 class RequestStatus(Enum):
@@ -43,6 +43,9 @@ class Request:
         order: sort key: lower priority value first, then first come, first served.
         prompt_logprobs: of the prompt so far, when asked for: one entry a chunk.
         num_scored_tokens: leading prompt tokens that have their log-probs.
+        prompt_spans: which weights scored them.
+        kv: which weights computed its KV; None where the request does not ask.
+        first_commit: of the weights that sampled the first token; None before that.
         admission: stamp of the weights when the request entered the scheduler.
         arrival: order of admission, breaks ties of priority.
         max_num_tokens: known tokens at which the output has its full length.
@@ -57,6 +60,8 @@ class Request:
         "cache_salt",
         "client_index",
         "finish_reason",
+        "first_commit",
+        "kv",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -68,6 +73,8 @@ class Request:
         "parent",
         "priority",
         "prompt_logprobs",
+        "prompt_spans",
+        "provenance",
         "request_id",
         "seed",
         "status",
@@ -82,6 +89,7 @@ class Request:
         self.client_index = message.client_index
         self.priority = message.priority
         self.params: SamplingParams = message.sampling_params
+        self.provenance = message.provenance
         self.token_ids: list[int] = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -93,6 +101,9 @@ class Request:
         self.order = (message.priority, arrival)
         self.prompt_logprobs: list[LogprobsLists] = []
         self.num_scored_tokens = 1  # nothing predicts the first one
+        self.prompt_spans: list[StampSpan] = []
+        self.kv = KvSpans() if message.provenance.return_kv_versions else None
+        self.first_commit: int | None = None
         self.admission = admission
         self.announced = False
         self.arrival = arrival
@@ -102,7 +113,7 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + (self.params.max_tokens or 2**62)
         self.structure: Structure | None = None
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +140,14 @@ class Request:
     def masks_stop_tokens(self) -> bool:
         """True while min_tokens forbids the tokens that would end the output."""
         return self.num_output_tokens < self.params.min_tokens
+
+    def add_prompt_logprobs(self, scores: LogprobsLists, start: int, stop: int, stamp: Stamp) -> None:
+        """Files the log-probs of prompt tokens ``start`` to ``stop - 1``, which continue those so far."""
+        self.prompt_logprobs.append(scores)
+        self.num_scored_tokens = stop
+        if self.prompt_spans and self.prompt_spans[-1][:2] == stamp:
+            start = self.prompt_spans.pop()[2]
+        self.prompt_spans.append((*stamp, start, stop))
 
     def take_prompt_logprobs(self) -> LogprobsLists | None:
         """The prompt's log-probs as one, which are forgotten here; None where they were not asked for."""

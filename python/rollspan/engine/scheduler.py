@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 
-from rollspan.engine.kv_cache import BlockKey, BlockPool
+from rollspan.engine.kv_cache import BlockKey, BlockPool, Root
+from rollspan.engine.kv_spans import Stamp
 from rollspan.engine.request import Request, RequestStatus
+from rollspan.protocol.messages import StampSpan
 
 
 class PauseState(Enum):
@@ -86,6 +88,8 @@ class Scheduler:
         self._max_scored_tokens = max_scored_tokens
         self._prefix_caching = prefix_caching
         self._commit = 0
+        self._label = ""
+        self._num_tracked = 0
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._computing: dict[BlockKey, Request] = {}  # full blocks that running requests come to next
 
@@ -108,6 +112,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Puts a request into the queue."""
         self.requests[request.request_id] = request
+        self._num_tracked += request.kv is not None
         heapq.heappush(self._waiting, (request.order, request))
 
     def schedule(self) -> list[ScheduledRequest]:
@@ -167,10 +172,11 @@ class Scheduler:
             if (new and self.pause_state is PauseState.PAUSED_NEW) or len(request.token_ids) >= request.max_num_tokens:
                 skipped.append(entry)
                 continue
-            found = self._look_up(request)
-            if found is None:
+            looked_up = self._look_up(request)
+            if looked_up is None:
                 skipped.append(entry)
                 continue
+            found, root = looked_up
             cached = len(found) * self.pool.block_size
             pending = len(request.token_ids) - cached
             tokens = self._chunk(request, pending, budget)
@@ -183,6 +189,8 @@ class Scheduler:
             request.block_ids = found
             request.num_computed_tokens = request.num_registered_tokens = cached
             request.status = RequestStatus.RUNNING
+            if request.kv is not None:
+                request.kv.restart(cached, self._stamp_of(root) if cached else None)
             self._announce(request)
             bisect.insort(self.running, request, key=_BY_ORDER)
             scheduled[request] = ScheduledRequest(request, tokens, tokens == pending)
@@ -192,16 +200,43 @@ class Scheduler:
 
     # The prefix cache
 
-    def _look_up(self, request: Request) -> list[int] | None:
-        """Cached blocks of a request's beginning (never its last token's); None to wait for one being computed."""
-        request.parent = (self._commit, request.cache_salt) if self._prefix_caching else None
+    def _look_up(self, request: Request) -> tuple[list[int], Root] | None:
+        """Cached blocks of a request's beginning (never its last token's) and the root of their chain.
+
+        None: a block of it is being computed, and the request should wait.
+        """
+        root = (self._commit, request.cache_salt)
+        request.parent = root if self._prefix_caching else None
         if request.parent is None or not request.reads_prefix_cache:
-            return []
+            return [], root
         full = (len(request.token_ids) - 1) // self.pool.block_size
-        blocks, request.parent = self.pool.match(request.parent, request.token_ids, full)
-        if len(blocks) == full or not self._computing:
-            return blocks
-        return None if self.pool.key(request.parent, request.token_ids, len(blocks)) in self._computing else blocks
+        blocks, request.parent = self.pool.match(root, request.token_ids, full)
+        if (
+            len(blocks) < full
+            and self._computing
+            and self.pool.key(request.parent, request.token_ids, len(blocks)) in self._computing
+        ):
+            return None
+        if not blocks and request.provenance.allow_stale_prefix:
+            return self._look_up_stale(request, root)
+        return blocks, root
+
+    def _look_up_stale(self, request: Request, current: Root) -> tuple[list[int], Root]:
+        """Cached blocks of a prompt's beginning under the newest commit that has any.
+
+        All are of one chain: nobody could tell what KV that one commit computed behind KV of another comes from.
+        """
+        full = min(len(request.token_ids) - 1, request.num_prompt_tokens) // self.pool.block_size
+        for root in self.pool.roots(request.cache_salt):
+            blocks, _ = self.pool.match(root, request.token_ids, full)
+            if blocks:
+                request.parent = None  # what comes behind them is of no single commit
+                return blocks, root
+        return [], current
+
+    def _stamp_of(self, root: Root) -> Stamp | None:
+        label = self.pool.label(root)
+        return None if label is None else (label, root[0])
 
     def _count_hits(self, request: Request, cached: int) -> None:
         stats = self.prefix_stats
@@ -241,9 +276,27 @@ class Scheduler:
         while request.num_registered_tokens + size <= num_computed_tokens:
             index = request.num_registered_tokens // size
             key = self.pool.key(request.parent, request.token_ids, index)
-            request.parent = self.pool.register(request.block_ids[index], key)
+            request.parent = self.pool.register(request.block_ids[index], key, self._label)
             request.num_registered_tokens += size
         self._announce(request)
+
+    def track(self, scheduled: list[ScheduledRequest], stamp: Stamp) -> dict[Request, list[StampSpan]]:
+        """Notes that a step under ``stamp`` is being launched, before its tokens count as computed.
+
+        Returns:
+            The KV spans of requests that sample a token in it whose frontends cannot tell what it attends to.
+        """
+        self._label = stamp[0]
+        due: dict[Request, list[StampSpan]] = {}
+        if self._num_tracked:
+            for entry in scheduled:
+                request = entry.request
+                if request.kv is not None:
+                    request.kv.grow(stamp, request.num_computed_tokens)
+                    if entry.samples and request.kv.due:
+                        request.kv.due = False
+                        due[request] = request.kv.up_to(request.num_computed_tokens + entry.num_tokens)
+        return due
 
     def commit_weights(self, commit: int) -> None:
         """Other weights are in force: what is cached of the old ones matches no more.
@@ -275,6 +328,7 @@ class Scheduler:
         """Forgets a request and frees its blocks; a queue entry that is left is skipped later."""
         if self.requests.pop(request.request_id, None) is None:
             return
+        self._num_tracked -= request.kv is not None
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
         request.status = RequestStatus.FINISHED

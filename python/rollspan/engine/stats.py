@@ -9,15 +9,16 @@ from rollspan.engine.request import Request
 from rollspan.engine.scheduler import PauseState, PrefixCacheStats, Scheduler
 
 
-def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
+def scheduler_stats(scheduler: Scheduler, held: int = 0) -> dict[str, Any]:
     """State of the scheduler now, and what its prefix cache did since the last call.
 
-    ``kv_cache_usage`` is a share from 0 to 1; ``paused`` and ``num_preemptions`` (since the start) are our own keys.
+    ``held`` more requests wait outside it. ``kv_cache_usage`` is a share from 0 to 1; ``paused`` and
+    ``num_preemptions`` (since the start) are our own keys.
     """
     prefix, scheduler.prefix_stats = scheduler.prefix_stats, PrefixCacheStats()
     return {
         "num_running_reqs": len(scheduler.running),
-        "num_waiting_reqs": scheduler.num_waiting,
+        "num_waiting_reqs": scheduler.num_waiting + held,
         "num_skipped_waiting_reqs": 0,
         "num_kv_fetch_reqs_by_stage": {},
         "step_counter": 0,
