@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from rollspan.protocol import codec
 from rollspan.protocol import messages as m
+from rollspan.protocol.packed_logprobs import pack_each
 from rollspan.sampling_params import SamplingParams
 from rollspan.spans import SpanBuilder
 
@@ -47,23 +48,20 @@ def measure(name: str, size: int, call: Callable[[], Any]) -> Figure:
     return {"name": name, "microseconds": min(rounds), "bytes": size}
 
 
-def logprobs(top: int) -> m.LogprobsLists:
-    """Log-probs of one position."""
-    return m.LogprobsLists(
-        np.arange(top + 1, dtype="<i4").reshape(1, -1), np.full((1, top + 1), -0.5, "<f4"), np.ones(1, "<i4")
-    )
+def logprobs(outputs: int, top: int) -> Sequence[m.LogprobsLists]:
+    """Log-probs of a step, as the sampler makes them: one position for each output."""
+    ids = np.tile(np.arange(top + 1, dtype="<i4"), (outputs, 1))
+    return pack_each(m.LogprobsLists(ids, np.full(ids.shape, -0.5, "<f4"), np.ones(outputs, "<i4")))
 
 
 def step(outputs: int, top: int | None) -> m.EngineCoreOutputs:
     """A step of that many requests with one new token each."""
+    lists = [None] * outputs if top is None else logprobs(outputs, top)
     return m.EngineCoreOutputs(
         timestamp=1.5,
         weight_version="step-42",
         weight_commit=42,
-        outputs=[
-            m.EngineCoreOutput(f"{index:032x}-0a1b2c3d", [1234], None if top is None else logprobs(top))
-            for index in range(outputs)
-        ],
+        outputs=[m.EngineCoreOutput(f"{index:032x}-0a1b2c3d", [1234], lists[index]) for index in range(outputs)],
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -55,18 +57,50 @@ class PackedLinear:
     def refresh(self) -> None:
         """Packs the weights as they are now."""
         self._packed = None  # so that there are never two copies
-        columns = [weight.t() if self._transposed else weight for weight in self._weights]
+        self._packed, self._bias, self._few_rows = self._pack({})
+
+    def prepare(self, new: Mapping[Tensor, Tensor]) -> Callable[[], None] | None:
+        """Packs what the weights and biases that are keys of ``new`` are to be, beside what is in use.
+
+        Returns:
+            What exchanges the result with what is in use; None when nothing of it is new.
+        """
+        if not any(tensor is not None and tensor in new for tensor in (*self._weights, *self._biases)):
+            return None
+        other = self._pack(new)
+
+        def exchange() -> None:
+            nonlocal other
+            present = self._packed, self._bias, self._few_rows
+            (self._packed, self._bias, self._few_rows), other = other, present
+
+        return exchange
+
+    def drop(self) -> None:
+        """Gives the packed copy back; nothing may be multiplied before it is made anew."""
+        self._packed = self._bias = None
+
+    def _pack(self, new: Mapping[Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None, int]:
+        """Packed weights, bias, and the number of rows up to which the weights themselves are read."""
+        weights = [new.get(weight, weight) for weight in self._weights]
+        columns = [weight.t() if self._transposed else weight for weight in weights]
+        merged_bias = self._biases[0]  # of a single weight it is the parameter itself, whatever its data are
         with torch.no_grad():
             merged = torch.cat(columns).contiguous() if len(columns) > 1 else columns[0].detach().contiguous()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(merged, _TYPICAL_ROWS)
-            if any(bias is not None for bias in self._biases):
+            packed = torch.ops.mkldnn._reorder_linear_weight(merged, _TYPICAL_ROWS)
+            if len(columns) > 1 and any(bias is not None for bias in self._biases):
                 rows = [column.new_zeros(column.shape[0]) for column in columns]
-                chosen = [row if bias is None else bias for row, bias in zip(rows, self._biases, strict=True)]
-                self._bias = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
-        self._few_rows = 0
-        if self._read is not None and not self._transposed and all(w.is_contiguous() for w in self._weights):
+                merged_bias = torch.cat(
+                    [
+                        row if bias is None else new.get(bias, bias)
+                        for row, bias in zip(rows, self._biases, strict=True)
+                    ]
+                )
+        few_rows = 0
+        if self._read is not None and not self._transposed and all(weight.is_contiguous() for weight in weights):
             few = max(2, _FEW_PRODUCTS // (self._depth * self._outputs))
-            self._few_rows = min(few, native.module().linear_rows())
+            few_rows = min(few, native.module().linear_rows())
+        return packed, merged_bias, few_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., K] -> [..., N]``."""

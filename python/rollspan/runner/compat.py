@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -177,6 +177,14 @@ class CompatRunner:
 
     def after_commit(self) -> None:
         """Other weights are in force. What is remembered of sequences stays, as keys and values do."""
+
+    def prepare(self, new: Mapping[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+        """Nothing is derived from the weights: there is nothing to exchange."""
+        return self.after_commit
+
+    def release(self, *, weights: bool) -> None:
+        """Forgets every sequence; what is derived from the weights is nothing."""
+        self._sequences.clear()
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells of this runner."""

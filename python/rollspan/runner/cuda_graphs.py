@@ -149,6 +149,13 @@ class CudaGraphs:
         self._replays[size]()
         return self._logits[: sample_rows.shape[0]]
 
+    def drop(self) -> None:
+        """Gives back the graphs and their memory; they are recorded anew when they are needed."""
+        if self._cache is not None:
+            self._cache = None
+            del self._replays, self._recorder, self._buffers
+            self._logits = torch.empty(0)
+
     def _record(self, size: int) -> bool:
         try:
             logits = self._run(size)  # what is made on first use, such as the cache of a layer, is not for the graph

@@ -78,6 +78,27 @@ class CapturedForward:
         for layer in self._layers:
             layer.refresh()
 
+    def prepare(self, new: Mapping[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+        """Repacks what is derived from the parameters that are keys, from the data that are to be theirs.
+
+        Takes the memory of another copy, and may run beside steps.
+
+        Returns:
+            What exchanges the result with what is in use, at the moment when the data of the parameters are exchanged.
+        """
+        exchanges = [exchange for layer in self._layers if (exchange := layer.prepare(new)) is not None]
+
+        def exchange_all() -> None:
+            for exchange in exchanges:
+                exchange()
+
+        return exchange_all
+
+    def drop(self) -> None:
+        """Gives the memory of the repacked copies back; :meth:`after_commit` or :meth:`prepare` makes them anew."""
+        for layer in self._layers:
+            layer.drop()
+
 
 def capture(model: PreTrainedModel, context: Any, options: CaptureOptions | None = None) -> CapturedForward | None:
     """Traces the model's forward with two sizes (see :class:`Trace`) and turns it into a function for any size.

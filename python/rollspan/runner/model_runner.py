@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ logger = logging.getLogger("rollspan.engine")
 
 #: Input ids and positions ``[1, T]`` and rows ``[S]`` in, logits ``[S, vocabulary]`` out.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _nothing() -> None:
+    """Exchanges nothing: nothing is derived from the weights."""
 
 
 class ModelRunner:
@@ -70,6 +74,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Replaces the KV cache by an empty one of ``num_blocks`` blocks, the padding block not counted."""
         self._attention = sorted({backend.name for backend in self._context.cache.backends.values()})
+        self._num_blocks = num_blocks
         scratch = 0 if self._graphs is None else 1  # for what the padding rows of graphs write
         self._context.cache = PagedCache(num_blocks + 1 + scratch, self._config.block_size)
         if self._routing is not None:
@@ -122,6 +127,23 @@ class ModelRunner:
         """Other weights are in force: what was derived from the old ones is made anew."""
         if self._captured is not None:
             self._captured.after_commit()
+
+    def prepare(self, new: Mapping[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+        """Derives from the data that parameters are to have, beside the steps; what it returns swaps that in."""
+        return _nothing if self._captured is None else self._captured.prepare(new)
+
+    def release(self, *, weights: bool) -> None:
+        """Gives back the memory of the KV cache, and of what is derived from the weights if these go as well.
+
+        The next step finds an empty cache, which takes its memory then.
+        """
+        names = self._attention
+        self.allocate(self._num_blocks)
+        self._attention = self._attention or names
+        if self._graphs is not None:
+            self._graphs.drop()
+        if weights and self._captured is not None:
+            self._captured.drop()
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells of this runner."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,15 @@ class Runner(Protocol):
 
     def after_commit(self) -> None:
         """Other weights are in force: what was derived from the old ones is made anew."""
+
+    def prepare(self, new: Mapping[torch.Tensor, torch.Tensor]) -> Callable[[], None]:
+        """Derives from the data that parameters are to have, beside the steps; what it returns swaps that in."""
+
+    def release(self, *, weights: bool) -> None:
+        """Gives back the memory of keys and values, and of what is derived from the weights if these go as well.
+
+        The next step finds an empty cache; it must not come before ``prepare`` or ``after_commit`` if weights went.
+        """
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells of the runner."""
