@@ -1,7 +1,7 @@
-"""Weight-version spans: which weights sampled which output tokens.
+"""Weight-version spans: which weights sampled which output tokens, and which computed the KV that these attended to.
 
-`SpanBuilder` is the executable definition of a span list. The Rust frontend has the same logic; shared vectors and a
-property test hold the two against each other.
+`SpanBuilder` is the executable definition of a span list, `KvVersionBuilder` that of KV versions. The Rust frontend has
+the same logic; shared vectors and property tests hold the two against each other.
 
 A span is half-open and counts output tokens only, the prompt is excluded:
 
@@ -20,6 +20,7 @@ Laws, for each of the two lists on its own:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypedDict, TypeVar
 
 
@@ -37,6 +38,27 @@ class CommitSpan(TypedDict):
     commit: int | None
     start: int
     end: int
+
+
+class WeightSpan(TypedDict):
+    """Positions ``start`` to ``end - 1`` belong to the weights of a label and a commit number (None: nobody said)."""
+
+    version: str | None
+    commit: int | None
+    start: int
+    end: int
+
+
+class KvVersionSpan(TypedDict):
+    """What output tokens ``start`` to ``end - 1`` attended to.
+
+    ``kv`` says which weights computed the keys and values of positions 0 (the first of the prompt) to the last that
+    token ``end - 1`` attended to, its own input's: as many as prompt and output together have before that token.
+    """
+
+    start: int
+    end: int
+    kv: list[WeightSpan]
 
 
 Stamp = TypeVar("Stamp", str, int)
@@ -134,3 +156,132 @@ class SpanBuilder:
             if commits is None
             else [{"commit": value, "start": first, "end": last} for value, first, last in commits],
         )
+
+
+#: (label, commit number, start, end), as an engine announces them.
+_Announced = Sequence[tuple[str, int, int, int]]
+#: (label, commit number, end): positions from the end of the run before, or 0, up to ``end - 1``.
+_KvRun = tuple[str | None, int | None, int]
+
+
+class _Segment:
+    """Output tokens from ``start`` on, under one stamp.
+
+    ``announced``: the KV before the first of them; None: that of the tokens before, and the position that each adds.
+    """
+
+    __slots__ = ("announced", "commit", "start", "version")
+
+    def __init__(self, start: int, version: str | None, commit: int | None, announced: list[_KvRun] | None) -> None:
+        self.start = start
+        self.version = version
+        self.commit = commit
+        self.announced = announced
+
+
+class KvVersionBuilder:
+    """Collects which weights computed the KV of one sequence. O(1) for each engine output, O(spans) memory.
+
+    With P prompt tokens, output token i attends to positions 0 to P + i - 1, the last of which is its own input's.
+
+    Laws:
+
+    1. Segments cover the returned tokens exactly once, contiguously and in generation order. One begins with the first
+       token, with each token that KV spans came with, and with each whose stamp (label or commit number) differs from
+       that of the token before.
+    2. KV spans that come with an output describe the KV at positions 0 to P + i - 1 of its first token i, all of them.
+       Each token after that adds the position before it, under its own stamp.
+    3. ``kv`` of a segment that ends with token e - 1 covers positions 0 to P + e - 2, contiguously; neighbours differ
+       in label or commit number. It is what the segment's last token attended to; that of token i before it is the
+       same, cut behind position P + i - 1.
+    4. Before the first KV spans nobody has said whose the prompt's KV is: there ``version`` and ``commit`` are None.
+       When none have come at all, there is no list (``None``), as from an engine that knows nothing of them; but no
+       tokens make an empty list.
+    5. Outputs without tokens say nothing, whatever they are stamped with.
+
+    Args:
+        prompt_length: P.
+    """
+
+    __slots__ = ("_prompt_length", "_said", "_segments", "_tokens")
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._segments: list[_Segment] = []
+        self._tokens = 0
+        self._said = False
+
+    def push(self, version: str | None, commit: int | None, tokens: int, kv_spans: _Announced | None = None) -> None:
+        """Records that the next ``tokens`` output tokens were sampled under this stamp; ``kv_spans`` came with them.
+
+        Raises ValueError for a negative number of tokens, or KV spans that don't cover what comes before the first one.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens must be at least 0, got {tokens}")
+        if tokens == 0:
+            return
+        last = self._segments[-1] if self._segments else None
+        if kv_spans is not None:
+            announced = _checked(kv_spans, self._prompt_length + self._tokens)
+            self._segments.append(_Segment(self._tokens, version, commit, announced))
+            self._said = True
+        elif last is None:
+            announced = [(None, None, self._prompt_length)]
+            self._segments.append(_Segment(0, version, commit, announced))
+        elif last.version != version or last.commit != commit:
+            self._segments.append(_Segment(self._tokens, version, commit, None))
+        self._tokens += tokens
+
+    def finish(self, total: int | None = None) -> list[KvVersionSpan] | None:
+        """Segments of the first ``total`` tokens (default: all), for an output trimmed to them.
+
+        The builder is unchanged. Raises ValueError when ``total`` is negative or more than was pushed.
+        """
+        total = self._tokens if total is None else total
+        if not 0 <= total <= self._tokens:
+            raise ValueError(f"KV versions of {total} tokens asked for, but {self._tokens} were recorded")
+        if total and not self._said:
+            return None
+        found: list[KvVersionSpan] = []
+        runs: list[_KvRun] = []
+        for number, segment in enumerate(self._segments):
+            if segment.start >= total:
+                break
+            behind = self._segments[number + 1].start if number + 1 < len(self._segments) else total
+            end = min(behind, total)
+            if segment.announced is not None:
+                runs = list(segment.announced)
+            held = runs[-1][2]
+            if held < self._prompt_length + end - 1:
+                if runs[-1][:2] == (segment.version, segment.commit):
+                    runs.pop()
+                runs.append((segment.version, segment.commit, self._prompt_length + end - 1))
+            found.append({"start": segment.start, "end": end, "kv": _spans(runs)})
+        return found
+
+
+def _checked(kv_spans: _Announced, length: int) -> list[_KvRun]:
+    """Announced spans as runs, equal neighbours merged.
+
+    Raises ValueError unless they cover positions 0 to ``length - 1`` in order.
+    """
+    runs: list[_KvRun] = []
+    position = 0
+    for version, commit, start, end in kv_spans:
+        if start != position or end <= start:
+            raise ValueError(f"KV spans name positions {start} to {end} where {position} comes next")
+        if runs and runs[-1][:2] == (version, commit):
+            runs.pop()
+        runs.append((version, commit, end))
+        position = end
+    if position != length:
+        raise ValueError(f"KV spans cover {position} positions, but {length} come before the token")
+    return runs
+
+
+def _spans(runs: list[_KvRun]) -> list[WeightSpan]:
+    starts = [0, *(end for _, _, end in runs)]
+    return [
+        {"version": version, "commit": commit, "start": start, "end": end}
+        for (version, commit, end), start in zip(runs, starts, strict=False)
+    ]
