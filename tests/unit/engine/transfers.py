@@ -57,3 +57,13 @@ def raises(reason: str, param: str | None, message: str) -> Iterator[None]:
     assert (caught.value.reason, caught.value.param) == (reason, param), caught.value.message
     assert message in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def mapped(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in a mapping of a file of shared memory."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+        if first <= address < last:
+            return "/dev/shm/" in line or "/memfd:" in line
+    return False

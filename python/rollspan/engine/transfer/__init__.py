@@ -12,6 +12,8 @@ from rollspan.errors import RollspanError, shown
 #: Name of a transport -> its module here and its class there. Modules are imported when they are needed.
 _TRANSPORTS = {
     "disk": ("disk", "DiskTransport"),
+    "http": ("http", "HttpTransport"),
+    "shm": ("shm", "ShmTransport"),
 }
 #: Other names that clients use.
 _ALIASES: dict[str, str] = {}
