@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rollspan.llm import LLM
     from rollspan.output_processor import RequestFailedError
     from rollspan.outputs import CompletionOutput, Logprob, RequestOutput
+    from rollspan.provenance import Provenance
     from rollspan.sampling_params import RequestOutputKind, SamplingParams
-    from rollspan.spans import CommitSpan, SpanBuilder, VersionSpan
+    from rollspan.spans import CommitSpan, KvVersionBuilder, KvVersionSpan, SpanBuilder, VersionSpan, WeightSpan
     from rollspan.version import __version__
 
 __all__ = [
@@ -25,7 +26,10 @@ __all__ = [
     "CommitSpan",
     "CompletionOutput",
     "EngineConfig",
+    "KvVersionBuilder",
+    "KvVersionSpan",
     "Logprob",
+    "Provenance",
     "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
@@ -33,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "SpanBuilder",
     "VersionSpan",
+    "WeightSpan",
     "__version__",
 ]
 
@@ -42,7 +47,10 @@ _MODULES = {
     "CommitSpan": "spans",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
+    "KvVersionBuilder": "spans",
+    "KvVersionSpan": "spans",
     "Logprob": "outputs",
+    "Provenance": "provenance",
     "RequestFailedError": "output_processor",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
@@ -50,6 +58,7 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "SpanBuilder": "spans",
     "VersionSpan": "spans",
+    "WeightSpan": "spans",
     "__version__": "version",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollspan.errors import RollspanError, wrong_value
 from rollspan.protocol.messages import EngineCoreRequest, EngineHello, Limits
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import SamplingParams
 from rollspan.sampling_rules import MAX_INT64, is_int
 
@@ -98,6 +99,7 @@ def admit(
     priority: int = 0,
     cache_salt: str | None = None,
     session_id: str | None = None,
+    provenance: Provenance = NO_PROVENANCE,
 ) -> Admitted:
     """Checks a request against the engine's limits and splits it into one engine request for each output sequence.
 
@@ -109,6 +111,7 @@ def admit(
         priority: lower is served first.
         cache_salt: prefix-cache namespace.
         session_id: handed to the engine.
+        provenance: bounds on the weights, and what is told of the KV; for each of the sequences.
 
     Raises:
         RollspanError: ``invalid_request`` or ``prompt_too_long`` naming the parameter.
@@ -142,6 +145,7 @@ def admit(
                 priority=priority,
                 external_req_id=external_id,
                 session_id=session_id,
+                provenance=provenance,
             )
             for index in range(resolved.n)
         ],

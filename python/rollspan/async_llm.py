@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rollspan import models
 from rollspan.admission import Prompt, admit
+from rollspan.async_weight_control import AsyncWeightControl
 from rollspan.client.base import EngineCoreClient
 from rollspan.client.framed import FramedClient
 from rollspan.config import EngineConfig
-from rollspan.errors import RollspanError, check_label
+from rollspan.errors import RollspanError
 from rollspan.output_processor import OutputProcessor, RequestState
 from rollspan.outputs import RequestOutput
 from rollspan.protocol.messages import EngineCoreOutputs, EngineHello
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ STOP_SECONDS = 5.0
 """How long `AsyncLLM.shutdown` lets the engine process end by itself before it is killed."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWeightControl):
     """Generates with a causal LM in its own engine process, while its weights may change.
 
     Every method may be called from any number of tasks of one event loop. The engine process starts with the object and
@@ -130,6 +132,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         session_id: str | None = None,
+        provenance: Provenance = NO_PROVENANCE,
         include_weight_versions: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's outputs in the form that ``sampling_params.output_kind`` asks for.
@@ -144,6 +147,7 @@ class AsyncLLM:
             priority: lower is served first.
             cache_salt: prefix-cache namespace.
             session_id: handed to the engine.
+            provenance: bounds on the weights, and whether outputs tell which ones computed their KV.
             include_weight_versions: DELTA outputs carry the spans of their own tokens, not the last one only.
 
         Raises:
@@ -159,6 +163,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             session_id=session_id,
+            provenance=provenance,
         )
         changed = asyncio.Event()
         state = self._processor.add(admitted, changed.set, include_weight_versions=include_weight_versions)
@@ -221,58 +226,6 @@ class AsyncLLM:
     async def server_info(self) -> dict[str, Any]:
         """What the engine says about itself: its runner, attention backend, dtype, numerics and configuration."""
         return dict(await self._call("server_info"))
-
-    async def start_weight_update(self) -> None:
-        """Opens a weight update; generation goes on.
-
-        Raises:
-            RollspanError: ``update_active`` when one is open.
-        """
-        await self._call("start_weight_update")
-
-    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Reads new weights; publishes nothing yet.
-
-        Args:
-            update_info: ``{"path": DIR}``: a directory of safetensors under the engine's ``weights_root``.
-
-        Raises:
-            RollspanError: ``no_update_active``, or ``weights_invalid`` with what is wrong: the old weights stay.
-        """
-        await self._call("update_weights", dict(update_info))
-
-    async def finish_weight_update(self, weight_version: str | int | None = None) -> dict[str, Any]:
-        """Commits the update between two steps: weights, label and commit number change together.
-
-        Args:
-            weight_version: label of the new weights; None keeps the label.
-
-        Returns:
-            ``{"weight_version": label, "weight_commit": number}`` now in force.
-
-        Raises:
-            RollspanError: ``no_update_active``, ``invalid_label``, ``weights_invalid``.
-        """
-        label = None if weight_version is None else check_label(weight_version)
-        return dict(await self._call("finish_weight_update", label))
-
-    async def get_weight_version(self) -> str:
-        """Label of the weights in force."""
-        return str(await self._call("get_weight_version"))
-
-    async def get_weight_commit(self) -> int:
-        """Commit number of the weights in force."""
-        return int(await self._call("get_weight_commit"))
-
-    async def update_weight_version(self, new_version: str | int) -> str:
-        """Changes the label only, at a step boundary; the commit number stays. Returns the label.
-
-        Raises:
-            RollspanError: ``invalid_label``.
-        """
-        label = check_label(new_version, "new_version")
-        await self._call("set_weight_version", label)
-        return label
 
     async def check_health(self) -> None:
         """Raises RollspanError, reason ``engine_dead``, when the engine has ended."""

@@ -13,14 +13,16 @@ from rollspan import models
 from rollspan.admission import Admitted, Prompt, admit
 from rollspan.client.inproc import InprocClient
 from rollspan.config import EngineConfig
-from rollspan.errors import RollspanError, check_label
+from rollspan.errors import RollspanError
 from rollspan.output_processor import OutputProcessor, RequestState
 from rollspan.outputs import RequestOutput
 from rollspan.protocol.messages import EngineCoreOutputs, EngineHello
+from rollspan.provenance import NO_PROVENANCE, Provenance
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
+from rollspan.weight_control import WeightControl
 
 
-class LLM:
+class LLM(WeightControl):
     """Generates with a causal LM inside this process, one caller at a time.
 
     `generate` runs a batch to its end. For weights that change in mid-generation use AsyncLLM; or `add_request` and
@@ -68,6 +70,7 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        provenance: Provenance = NO_PROVENANCE,
     ) -> list[RequestOutput]:
         """Runs prompts to their ends and returns their outputs in the same order.
 
@@ -76,12 +79,14 @@ class LLM:
             sampling_params: for all prompts, or one each; ``output_kind`` plays no role here.
             priority: lower is served first.
             cache_salt: prefix-cache namespace.
+            provenance: bounds on the weights, and whether outputs tell which ones computed their KV.
 
         Raises:
-            RollspanError: bad arguments, ``engine_paused``, or why a request failed. The others are aborted then.
+            RollspanError: bad arguments, ``stale_weights``, ``engine_paused``, or why a request failed. The others are
+                aborted then.
         """
         admitted = [
-            admit(prompt, params, self.hello, priority=priority, cache_salt=cache_salt)
+            admit(prompt, params, self.hello, priority=priority, cache_salt=cache_salt, provenance=provenance)
             for prompt, params in _paired(prompts, sampling_params)
         ]
         states: list[RequestState] = []
@@ -111,6 +116,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         session_id: str | None = None,
+        provenance: Provenance = NO_PROVENANCE,
     ) -> str:
         """Opens a request whose outputs `step` returns, in the form that its ``output_kind`` asks for.
 
@@ -128,6 +134,7 @@ class LLM:
             priority=priority,
             cache_salt=cache_salt,
             session_id=session_id,
+            provenance=provenance,
         )
         self._streams[admitted.request_id] = self._open(admitted)
         return admitted.request_id
@@ -192,45 +199,6 @@ class LLM:
         """What the engine says about itself: its runner, attention backend, dtype, numerics and configuration."""
         return dict(self._engine.call_utility("server_info"))
 
-    def start_weight_update(self) -> None:
-        """Opens a weight update. Raises RollspanError ``update_active`` when one is open."""
-        self._engine.call_utility("start_weight_update")
-
-    def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Reads new weights, ``{"path": DIR}`` under ``weights_root``; publishes nothing yet.
-
-        Raises:
-            RollspanError: ``no_update_active``, or ``weights_invalid`` with what is wrong: the old weights stay.
-        """
-        self._engine.call_utility("update_weights", dict(update_info))
-
-    def finish_weight_update(self, weight_version: str | int | None = None) -> dict[str, Any]:
-        """Commits the update; returns ``{"weight_version": label, "weight_commit": number}`` now in force.
-
-        Raises:
-            RollspanError: ``no_update_active``, ``invalid_label``, ``weights_invalid``.
-        """
-        label = None if weight_version is None else check_label(weight_version)
-        return dict(self._engine.call_utility("finish_weight_update", label))
-
-    def get_weight_version(self) -> str:
-        """Label of the weights in force."""
-        return str(self._engine.call_utility("get_weight_version"))
-
-    def get_weight_commit(self) -> int:
-        """Commit number of the weights in force."""
-        return int(self._engine.call_utility("get_weight_commit"))
-
-    def update_weight_version(self, new_version: str | int) -> str:
-        """Changes the label only; the commit number stays. Returns the label.
-
-        Raises:
-            RollspanError: ``invalid_label``.
-        """
-        label = check_label(new_version, "new_version")
-        self._engine.call_utility("set_weight_version", label)
-        return label
-
     def check_health(self) -> None:
         """Raises RollspanError ``shutting_down`` after `shutdown`."""
         _ = self._engine
@@ -245,6 +213,9 @@ class LLM:
         if self._client is None:
             raise RollspanError("this LLM is shut down", reason="shutting_down")
         return self._client
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._engine.call_utility(method, *args)
 
     def _open(self, admitted: Admitted) -> RequestState:
         state = self._processor.add(admitted, _nobody_sleeps)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from rollspan.admission import Admitted
 from rollspan.errors import RollspanError
 from rollspan.outputs import PositionLogprobs, RequestOutput
-from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from rollspan.sampling_params import RequestOutputKind
 from rollspan.sequence_state import SequenceState
+from rollspan.spans import KvVersionBuilder, WeightSpan
 from rollspan.unread_logprobs import LogprobsPiece, UnreadPrompt
 
 
@@ -27,7 +28,7 @@ class RequestState:
         self.prompt_token_ids = admitted.prompt_token_ids
         self.wake = wake
         self.sequences = [
-            SequenceState(index, request.request_id, params.logprobs)
+            SequenceState(index, request.request_id, params.logprobs, _kv_builder(request))
             for index, request in enumerate(admitted.engine_requests)
         ]
         self._prompt_top = params.prompt_logprobs
@@ -93,6 +94,7 @@ class RequestState:
         fresh = not delta or (first.taken == 0 and sequences[0] is first)
         return RequestOutput(
             prompt_logprobs=self._give_prompt_logprobs(first) if fresh else None,
+            prompt_weight_spans=self._give_prompt_spans(first) if fresh else None,
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.take(delta, self._include_weight_versions) for sequence in sequences],
@@ -116,6 +118,15 @@ class RequestState:
             lists, first.prompt_lists = first.prompt_lists, None
             self._prompt_logprobs = UnreadPrompt(None if lists is None else LogprobsPiece(lists, self._prompt_top))
         return self._prompt_logprobs.as_list()
+
+    def _give_prompt_spans(self, first: SequenceState) -> list[WeightSpan] | None:
+        if self._prompt_top is None or first.awaited_rows:
+            return None
+        return first.prompt_spans if len(self.prompt_token_ids) > 1 else []
+
+
+def _kv_builder(request: EngineCoreRequest) -> KvVersionBuilder | None:
+    return KvVersionBuilder(len(request.prompt_token_ids)) if request.provenance.return_kv_versions else None
 
 
 class RequestFailedError(RollspanError):

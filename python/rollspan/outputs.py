@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from rollspan.spans import CommitSpan, VersionSpan
+from rollspan.spans import CommitSpan, KvVersionSpan, VersionSpan, WeightSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +56,9 @@ class CompletionOutput:
     ``include_weight_versions``: there they cover this output's tokens. Indexes always count from the start of
     the sequence.
 
+    ``kv_versions`` is on the final output of a request that asked to be told (``return_kv_versions``): which weights
+    computed the keys and values that its tokens attended to. It covers the whole sequence.
+
     ``routed_experts`` is on the final output, when asked for: integers ``[tokens, layers, top_k]`` for the tokens of
     prompt (from ``routed_experts_prompt_start``) and output but the last one, which no expert has seen.
     """
@@ -69,6 +72,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     weight_commits: list[CommitSpan] | None = None
+    kv_versions: list[KvVersionSpan] | None = None
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
     def finished(self) -> bool:
@@ -93,6 +97,7 @@ class CompletionOutput:
         self.cumulative_logprob = following.cumulative_logprob
         self.finish_reason = following.finish_reason
         self.stop_reason = following.stop_reason
+        self.kv_versions = following.kv_versions
         self.routed_experts = following.routed_experts
 
 
@@ -105,7 +110,8 @@ class RequestOutput:
     and values came from the prefix cache, for n > 1 those of the first sequence.
 
     ``prompt_logprobs``, when asked for: None for the prompt's first token, then for each token the log-probabilities of
-    it and of the most probable ones; of DELTA outputs the first has them.
+    it and of the most probable ones; of DELTA outputs the first has them. ``prompt_weight_spans`` comes with them:
+    which weights scored the tokens, by index from 1 on; None where the engine did not say.
     """
 
     request_id: str
@@ -118,6 +124,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt: str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_weight_spans: list[WeightSpan] | None = None
     kv_transfer_params: dict[str, Any] | None = field(default=None, repr=False)
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
@@ -132,6 +139,7 @@ class RequestOutput:
         self.kv_transfer_params = next_output.kv_transfer_params
         if next_output.prompt_logprobs is not None:
             self.prompt_logprobs = next_output.prompt_logprobs
+            self.prompt_weight_spans = next_output.prompt_weight_spans
         for following in next_output.outputs:
             for position, mine in enumerate(self.outputs):
                 if mine.index == following.index:

@@ -11,7 +11,7 @@ from rollspan.errors import RollspanError
 from rollspan.outputs import CompletionOutput, PositionLogprobs
 from rollspan.protocol.messages import EngineCoreOutput, LogprobsLists
 from rollspan.protocol.packed_logprobs import PackedLogprobs, join
-from rollspan.spans import SpanBuilder
+from rollspan.spans import KvVersionBuilder, SpanBuilder, WeightSpan
 from rollspan.unread_logprobs import LogprobsPiece, UnreadPositions
 
 
@@ -30,9 +30,11 @@ class SequenceState:
         "finish_reason",
         "index",
         "internal_id",
+        "kv",
         "logprobs",
         "num_cached_tokens",
         "prompt_lists",
+        "prompt_spans",
         "routed_experts",
         "spans",
         "stop_reason",
@@ -41,7 +43,9 @@ class SequenceState:
         "unread",
     )
 
-    def __init__(self, index: int, internal_id: str, num_logprobs: int | None) -> None:
+    def __init__(
+        self, index: int, internal_id: str, num_logprobs: int | None, kv: KvVersionBuilder | None = None
+    ) -> None:
         self.index = index
         self.internal_id = internal_id
         self.token_ids: list[int] = []
@@ -49,6 +53,8 @@ class SequenceState:
         self.logprobs: list[LogprobsPiece] | None = None if num_logprobs is None else []
         self.cumulative_logprob: float | None = None if num_logprobs is None else 0.0
         self.spans = SpanBuilder()
+        #: What the tokens attended to; None where nobody asks.
+        self.kv = kv
         self.admission: tuple[str, int] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -57,6 +63,8 @@ class SequenceState:
         self.num_cached_tokens = 0
         self.routed_experts: npt.NDArray[np.integer[Any]] | None = None
         self.prompt_lists: LogprobsLists | None = None
+        #: Which weights scored them.
+        self.prompt_spans: list[WeightSpan] | None = None
         #: Log-probs of so many tokens of the prompt must come before or with the first new token; 0: no more of them.
         self.awaited_rows = 0
         self._chunks: list[LogprobsLists] = []
@@ -66,12 +74,17 @@ class SequenceState:
         """Adds what one step produced, stamped with the weights that the step was launched with.
 
         Raises:
-            RollspanError: ``decode_error`` when log-probs were asked for and don't match the tokens.
+            RollspanError: ``decode_error`` when log-probs or KV spans don't match the tokens.
         """
         tokens = output.new_token_ids
         count = len(tokens)
         if self.awaited_rows and (count or output.new_prompt_logprobs is not None):
-            self._take_prompt(self.awaited_rows, output.new_prompt_logprobs)
+            self._take_prompt(self.awaited_rows, output)
+        if self.kv is not None:
+            try:
+                self.kv.push(version, commit, count, output.kv_spans)
+            except ValueError as error:
+                raise RollspanError(f"the engine sent {error}", reason="decode_error") from None
         if self.logprobs is not None and count:
             lists = output.new_logprobs
             if lists is None or len(lists) != count:
@@ -106,6 +119,7 @@ class SequenceState:
         )
         if self.finish_reason is not None:
             output.weight_versions, output.weight_commits = self.spans.finish(end)
+            output.kv_versions = None if self.kv is None else self.kv.finish(end)
             output.routed_experts = self.routed_experts
         elif delta and include_weight_versions:
             output.weight_versions, output.weight_commits = self.spans.between(self.taken, end)
@@ -116,11 +130,17 @@ class SequenceState:
             self.logprobs = None if self.logprobs is None else []
         return output
 
-    def _take_prompt(self, rows: int, lists: LogprobsLists | None) -> None:
+    def _take_prompt(self, rows: int, output: EngineCoreOutput) -> None:
+        lists = output.new_prompt_logprobs
         if lists is None or len(lists) != rows:
             raise _unmatched(rows, "tokens of the prompt", lists)
         self.awaited_rows = 0
         self.prompt_lists = lists
+        if output.prompt_spans is not None:
+            self.prompt_spans = [
+                {"version": version, "commit": commit, "start": start, "end": end}
+                for version, commit, start, end in output.prompt_spans
+            ]
 
     def _give_logprobs(self, delta: bool) -> list[PositionLogprobs] | None:
         if self.logprobs is None:
