@@ -14,6 +14,7 @@ from frontend_process import GENERATE, error_of
 from scripted_frontend import Mocked
 
 from rollspan.protocol.messages import EngineError, FinishReason, LogprobsLists
+from rollspan.provenance import Provenance
 
 #: Of the prompt [5, 6, 7]: token, most probable ones, and the rank of the token.
 PROMPT_ROWS = LogprobsLists(
@@ -154,3 +155,39 @@ def test_the_samplers_parameters_reach_the_engine(mock: Mocked, pool: ThreadPool
     assert sent.skip_reading_prefix_cache is True
     mock.engine.tokens(request.request_id, [3], finish=FinishReason.LENGTH)
     assert answer.result().status_code == 200
+
+
+def test_bounds_and_wishes_about_weights_reach_the_engine(mock: Mocked, pool: ThreadPoolExecutor) -> None:
+    asked = {"min_weight_commit": 3, "weight_wait_s": 2, "max_weight_lag": 0, "allow_stale_prefix": True}
+    answer = pool.submit(mock.frontend.generate, [5], sampling_params={"n": 2}, **asked)
+    for request in (mock.engine.next_request(), mock.engine.next_request()):
+        assert request.provenance == Provenance(3, 2.0, 0, False, True)
+        mock.engine.tokens(request.request_id, [3], finish=FinishReason.LENGTH)
+    assert "kv_versions" not in answer.result().json()["choices"][0]
+    assert "x-ignored-fields" not in answer.result().headers
+
+
+def stamped(version: str, commit: int, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "commit": commit, "start": start, "end": end}
+
+
+def test_what_tokens_attended_to_and_who_scored_the_prompt_is_told_on_request(
+    mock: Mocked, pool: ThreadPoolExecutor
+) -> None:
+    for stream in (False, True):
+        ask = mock.frontend.stream_or_error if stream else mock.frontend.generate
+        params = {"prompt_logprobs": 0}
+        answer = pool.submit(ask, [5, 6, 7], return_kv_versions=True, sampling_params=params, stream=stream)
+        request = mock.engine.next_request()
+        rows = LogprobsLists(np.array([[6], [7]]), np.array([[-1], [-2]], np.float32), np.array([1, 1]))
+        first = {"kv_spans": [("a", 1, 0, 3)], "prompt_spans": [("a", 1, 1, 2), ("b", 2, 2, 3)]}
+        mock.engine.tokens(request.request_id, [1], version="a", commit=1, new_prompt_logprobs=rows, **first)
+        mock.engine.tokens(request.request_id, [2], version="b", commit=2, finish=FinishReason.LENGTH)
+        body = answer.result() if stream else [answer.result().json()]
+        (spans,) = [choice["kv_versions"] for part in body for choice in part["choices"] if "kv_versions" in choice]
+        assert spans == [
+            {"start": 0, "end": 1, "kv": [stamped("a", 1, 0, 3)]},
+            {"start": 1, "end": 2, "kv": [stamped("a", 1, 0, 3), stamped("b", 2, 3, 4)]},
+        ]
+        (prompt,) = [part["prompt_weight_commits"] for part in body if "prompt_weight_commits" in part]
+        assert prompt == [stamped("a", 1, 1, 2), stamped("b", 2, 2, 3)]

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "priority": 0,
     "cache_salt": None,
     "ignored_fields": [],
+    "provenance": None,
 }
 
 
@@ -51,6 +52,7 @@ def view(request: GenerateRequest, engine: EngineHello) -> dict[str, Any]:
     )
     fields = {name: getattr(request, name) for name in DEFAULTS}
     fields["ignored_fields"] = list(request.ignored_fields)
+    fields["provenance"] = request.provenance.to_wire()
     shown = {name: value for name, value in fields.items() if value != DEFAULTS[name]}
     return {"token_ids": request.token_ids, "sampling": sampling_view(sampling), **shown}
 

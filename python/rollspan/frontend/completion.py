@@ -38,7 +38,7 @@ def collected(request: GenerateRequest, output: RequestOutput, model: str, creat
         created: Unix time in seconds.
     """
     completion_tokens = sum(len(choice.token_ids) for choice in output.outputs)
-    return {
+    result = {
         "request_id": output.request_id,
         "model": model,
         "created": created,
@@ -51,20 +51,27 @@ def collected(request: GenerateRequest, output: RequestOutput, model: str, creat
         "prompt_logprobs": prompt_logprobs(output),
         "kv_transfer_params": None,
         "ec_transfer_params": None,
-        "choices": [
-            {
-                "index": choice.index,
-                "token_ids": choice.token_ids,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-                "logprobs": _logprobs(request, choice),
-                "routed_experts": None if choice.routed_experts is None else npy(choice.routed_experts),
-                "weight_versions": choice.weight_versions,
-                "weight_commits": choice.weight_commits,
-            }
-            for choice in sorted(output.outputs, key=lambda choice: choice.index)
-        ],
+        "choices": [_choice(request, choice) for choice in sorted(output.outputs, key=lambda choice: choice.index)],
     }
+    if output.prompt_logprobs is not None:
+        result["prompt_weight_commits"] = output.prompt_weight_spans
+    return result
+
+
+def _choice(request: GenerateRequest, choice: CompletionOutput) -> dict[str, Any]:
+    fields = {
+        "index": choice.index,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "logprobs": _logprobs(request, choice),
+        "routed_experts": None if choice.routed_experts is None else npy(choice.routed_experts),
+        "weight_versions": choice.weight_versions,
+        "weight_commits": choice.weight_commits,
+    }
+    if request.provenance.return_kv_versions:
+        fields["kv_versions"] = choice.kv_versions
+    return fields
 
 
 def chunk(
@@ -81,10 +88,13 @@ def chunk(
     result: dict[str, Any] = {"request_id": output.request_id, "choices": [fields]}
     if output.prompt_logprobs is not None and choice.index == 0:
         result["prompt_logprobs"] = prompt_logprobs(output)
+        result["prompt_weight_commits"] = output.prompt_weight_spans
     if choice.finished():
         fields["stop_reason"] = choice.stop_reason
         if choice.routed_experts is not None:
             fields["routed_experts"] = npy(choice.routed_experts)
+        if request.provenance.return_kv_versions:
+            fields["kv_versions"] = choice.kv_versions
         result["model"] = model
         result["created"] = created
         result["engine_index"] = output.engine_index

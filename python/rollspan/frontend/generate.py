@@ -72,6 +72,7 @@ class _Answer:
             priority=request.priority,
             cache_salt=request.cache_salt,
             session_id=self._session_id,
+            provenance=request.provenance,
             include_weight_versions=request.include_weight_versions,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollspan import provenance
 from rollspan.admission import (
     PRIORITY_ALLOWED,
     check_cache_salt,
@@ -19,6 +20,7 @@ from rollspan.admission import (
 from rollspan.errors import RollspanError, cut, wrong_value
 from rollspan.frontend.strict_json import parse_object
 from rollspan.protocol.messages import EngineHello
+from rollspan.provenance import Provenance
 from rollspan.sampling_params import SamplingParams
 from rollspan.sampling_rules import PATH as SAMPLING
 from rollspan.sampling_rules import check_neutral, is_int
@@ -29,10 +31,6 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_weight_ver
 #: Known fields without an implementation, in the order in which they are checked, and the values that change nothing.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "response_format": ("objects",),
-    "return_kv_versions": (False,),
-    "min_weight_commit": (None,),
-    "weight_wait_s": (None,),
-    "max_weight_lag": (None,),
     "kv_transfer_params": (None,),
     "ec_transfer_params": (None,),
     "features": (None,),
@@ -43,7 +41,9 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "reasoning_parser_kwargs": (None,),
 }
 
-_KNOWN_FIELDS = NEUTRAL_FIELDS.keys() | {
+_KNOWN_FIELDS = {
+    *NEUTRAL_FIELDS,
+    *provenance.RULES,
     "token_ids",
     "request_id",
     "model",
@@ -71,6 +71,7 @@ class GenerateRequest:
         return_token_ids: give the prompt back.
         priority: lower runs earlier, where the engine has a priority policy.
         cache_salt: separates prefix-cache entries, or None.
+        provenance: bounds on the weights, and what is told of the KV.
         sampling_params: ``max_tokens`` is set and leaves the prompt its room.
         ignored_fields: dotted names of unknown fields, sorted.
     """
@@ -84,6 +85,7 @@ class GenerateRequest:
     return_token_ids: bool
     priority: int
     cache_salt: str | None
+    provenance: Provenance
     sampling_params: SamplingParams
     ignored_fields: tuple[str, ...]
 
@@ -111,6 +113,7 @@ def parse_generate(body: bytes, header_request_id: str | None, hello: EngineHell
     return_token_ids = _boolean(fields, "return_token_ids")
     priority = _checked(fields, "priority", PRIORITY_ALLOWED, lambda v: is_int(v, -(2**31), 2**31 - 1), 0)
     cache_salt = check_cache_salt(fields.get("cache_salt"))
+    asked = Provenance.from_fields({name: value for name, value in fields.items() if value is not None})
     for name, neutral in NEUTRAL_FIELDS.items():
         check_neutral(name, fields.get(name), neutral)
     sampling_params, unknown_sampling = _sampling_params(fields, len(token_ids), hello)
@@ -132,6 +135,7 @@ def parse_generate(body: bytes, header_request_id: str | None, hello: EngineHell
         return_token_ids=return_token_ids,
         priority=priority,
         cache_salt=cache_salt,
+        provenance=asked,
         sampling_params=sampling_params,
         ignored_fields=ignored,
     )
