@@ -248,10 +248,12 @@ async fn scheduler_stats_become_the_status() {
         kv_cache_usage: 0.5,
         step_counter: 9,
         paused: Some(true),
-        prefix_cache_stats: None,
-        num_preemptions: 0,
+        weight_state: Some("updating".into()),
+        ..SchedulerStats::default()
     };
     link.send(&mock::stats("step-7", 7, counts)).await;
+    // Of a step that was launched before that commit.
+    link.send(&mock::step("step-6", 6, vec![mock::tokens("unknown", &[1])])).await;
     let engine = async {
         let call = link.call().await;
         link.answer(call.call_id, Ok(json!(null))).await;
@@ -262,4 +264,5 @@ async fn scheduler_stats_become_the_status() {
     let status = client.status();
     assert_eq!((status.running, status.waiting, status.weight_commit), (3, 4, 7));
     assert_eq!((&*status.weight_version, status.paused), ("step-7", true));
+    assert_eq!(&*status.weight_state, "updating");
 }

@@ -10,7 +10,7 @@ use rollspan_engine_client::{
     SubmitError,
 };
 use rollspan_protocol::{
-    EngineCoreOutput, EngineCoreRequest, EngineError, FinishReason, LogprobsLists, SchedulerStats,
+    EngineCoreOutput, EngineCoreRequest, EngineError, FinishReason, LogprobsLists, SchedulerStats, StampSpan,
 };
 use serde_json::json;
 
@@ -137,6 +137,25 @@ async fn a_taker_that_wants_the_whole_is_not_woken_before_it_is_there() {
 }
 
 #[tokio::test]
+async fn spans_of_kv_stay_with_the_token_that_follows_them() {
+    let (client, mut link, _engine) = pair().await;
+    let mut stream = client.submit(submission("a", 1, Delivery::WhenFinished)).unwrap();
+    link.request().await;
+    let spans = |end| Some(vec![StampSpan { weight_version: "v".into(), weight_commit: 1, start: 0, end }]);
+    let with = |end, token| EngineCoreOutput { kv_spans: spans(end), ..tokens("0_a", &[token]) };
+    link.send(&step("v", 1, vec![tokens("0_a", &[])])).await;
+    link.send(&step("v", 1, vec![EngineCoreOutput { prompt_spans: spans(2), ..with(2, 1) }])).await;
+    link.send(&step("v", 1, vec![tokens("0_a", &[2])])).await;
+    link.send(&step("v", 1, vec![with(4, 3)])).await;
+    link.send(&step("v", 1, vec![finished("0_a", &[4], FinishReason::Stop)])).await;
+    let deltas = rest(&mut stream).await;
+    let shapes: Vec<_> =
+        deltas.iter().map(|delta| (delta.output.new_token_ids.clone(), delta.output.kv_spans.clone())).collect();
+    assert_eq!(shapes, [(vec![1, 2], spans(2)), (vec![3, 4], spans(4))]);
+    assert_eq!((&deltas[0].output.prompt_spans, &deltas[1].output.prompt_spans), (&spans(2), &None));
+}
+
+#[tokio::test]
 async fn a_dropped_stream_aborts_what_is_still_running() {
     let (client, mut link, _engine) = pair().await;
     let stream = client.submit(submission("a", 3, Delivery::WhenFinished)).unwrap();
@@ -255,7 +274,10 @@ impl Observer for Notes {
         self.add(format!("more {count}"));
     }
     fn finished(&self, finished: Finished) {
-        self.add(format!("finished {} {}", finished.reason.as_str(), finished.spans_update));
+        self.add(format!("finished {} {:?}", finished.reason.as_str(), finished.commits));
+    }
+    fn weight_commit(&self, commit: u64) {
+        self.add(format!("commit {commit}"));
     }
     fn scheduler_stats(&self, stats: &SchedulerStats) {
         self.add(format!("stats {}", stats.num_running_reqs));
@@ -281,7 +303,16 @@ async fn the_observer_hears_of_tokens_finishes_and_updates_in_between() {
     link.send(&step("v2", 2, vec![finished("0_a", &[], FinishReason::Stop)])).await;
     rest(&mut stream).await;
     let heard = notes.0.lock().unwrap().clone();
-    assert_eq!(heard, ["first 1 behind 3", "more 2", "finished stop true"]);
+    let expected = [
+        "commit 0",
+        "commit 1",
+        "first 1 behind 3",
+        "commit 2",
+        "more 2",
+        "commit 2",
+        "finished stop [(Some(1), 1), (Some(2), 2)]",
+    ];
+    assert_eq!(heard, expected);
 }
 
 #[tokio::test]
@@ -294,5 +325,5 @@ async fn elements_that_this_version_does_not_know_are_counted() {
     payload.extend_from_slice(&[0xc3, 0x07]);
     link.send_frame(rollspan_protocol::FrameKind::Outputs, &payload).await;
     settle(&client, &mut link).await;
-    assert_eq!(*notes.0.lock().unwrap(), ["skipped 2"]);
+    assert_eq!(*notes.0.lock().unwrap(), ["commit 0", "skipped 2", "commit 1"]);
 }

@@ -57,11 +57,19 @@ impl Server {
 
     /// Opens a connection and sends a request.
     pub async fn send(&self, method: &str, path: &str, body: &[u8]) -> Connection {
-        let mut socket = TcpStream::connect(self.address).await.unwrap();
-        let head = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {}\r\n\r\n", body.len());
-        socket.write_all(head.as_bytes()).await.unwrap();
-        socket.write_all(body).await.unwrap();
-        Connection { socket, unread: BytesMut::new() }
+        let length = format!("Content-Length: {}", body.len());
+        let mut connection = self.begin(method, path, &[length.as_str()]).await;
+        connection.write(body).await;
+        connection
+    }
+
+    /// Opens a connection and sends the head of a request.
+    pub async fn begin(&self, method: &str, path: &str, headers: &[&str]) -> Connection {
+        let socket = TcpStream::connect(self.address).await.unwrap();
+        let mut connection = Connection { socket, unread: BytesMut::new() };
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: test\r\n{}\r\n\r\n", headers.join("\r\n"));
+        connection.write(head.as_bytes()).await;
+        connection
     }
 
     /// Sends a request and reads its answer.
@@ -116,6 +124,11 @@ impl Answer {
 }
 
 impl Connection {
+    /// Sends more bytes of the request.
+    pub async fn write(&mut self, bytes: &[u8]) {
+        self.socket.write_all(bytes).await.unwrap();
+    }
+
     async fn read_some(&mut self) {
         assert!(self.socket.read_buf(&mut self.unread).await.unwrap() > 0, "the server closed in the middle");
     }

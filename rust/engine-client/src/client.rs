@@ -79,6 +79,7 @@ impl Connection {
     pub fn start(self, observer: Box<dyn Observer>) -> EngineClient {
         let Self { link, hello } = self;
         let (outbox, frames) = mpsc::unbounded_channel();
+        observer.weight_commit(hello.weight_commit);
         let shared = Arc::new(Shared {
             frame_limit: link::frame_limit(&hello),
             outbox,
@@ -231,6 +232,9 @@ impl Shared {
     pub fn receive(&self, message: EngineCoreOutputs) {
         match message.body {
             Body::Batch(batch) => {
+                if let Some(commit) = message.weight_commit {
+                    self.observer().weight_commit(commit);
+                }
                 let stats = batch.scheduler_stats.as_ref();
                 if let Some(stats) = stats {
                     self.observer().scheduler_stats(stats);

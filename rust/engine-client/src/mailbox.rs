@@ -37,6 +37,10 @@ impl Delta {
         if !(same_weights || self.is_empty() || next.is_empty()) {
             return Some(next);
         }
+        // These spans are about the first token that follows them.
+        if next.output.kv_spans.is_some() && !(self.is_empty() || next.is_empty()) {
+            return Some(next);
+        }
         match (&mut self.output.new_logprobs, &next.output.new_logprobs) {
             (Some(mine), Some(theirs)) if mine.width == theirs.width => mine.extend(theirs),
             (_, None) if next.is_empty() => {}
@@ -48,7 +52,12 @@ impl Delta {
             self.weight_version = next.weight_version;
             self.weight_commit = next.weight_commit;
         }
+        let behind_tokens = !self.is_empty();
         let (mine, theirs) = (&mut self.output, next.output);
+        if !behind_tokens {
+            mine.kv_spans = theirs.kv_spans.or(mine.kv_spans.take());
+        }
+        mine.prompt_spans = mine.prompt_spans.take().or(theirs.prompt_spans);
         mine.new_token_ids.extend(theirs.new_token_ids);
         mine.finish_reason = theirs.finish_reason;
         mine.stop_reason = theirs.stop_reason;
@@ -71,8 +80,7 @@ impl Delta {
 struct Choice {
     pending: VecDeque<Delta>,
     finished: bool,
-    commit: Option<u64>,
-    spans_update: bool,
+    commits: Vec<(Option<u64>, usize)>,
     last_tokens: Option<Instant>,
 }
 
@@ -130,8 +138,10 @@ impl Mailbox {
                 None => observer.first_tokens(count, self.prompt_tokens, waited),
                 Some(_) => observer.more_tokens(count, waited),
             }
-            choice.spans_update |= before.is_some() && choice.commit != delta.weight_commit;
-            choice.commit = delta.weight_commit;
+            match choice.commits.last_mut() {
+                Some((commit, tokens)) if *commit == delta.weight_commit => *tokens += count,
+                _ => choice.commits.push((delta.weight_commit, count)),
+            }
         }
         let finish = delta.output.finish_reason;
         if let Some(reason) = finish {
@@ -139,7 +149,7 @@ impl Mailbox {
             observer.finished(Finished {
                 reason,
                 elapsed: now.saturating_duration_since(self.submitted),
-                spans_update: choice.spans_update,
+                commits: std::mem::take(&mut choice.commits),
             });
         }
         let was_empty = choice.pending.is_empty();
@@ -192,7 +202,7 @@ impl Mailbox {
         for (choice, id) in state.choices.iter_mut().zip(&self.ids).filter(|(choice, _)| !choice.finished) {
             choice.finished = true;
             let elapsed = now.saturating_duration_since(self.submitted);
-            observer.finished(Finished { reason, elapsed, spans_update: choice.spans_update });
+            observer.finished(Finished { reason, elapsed, commits: std::mem::take(&mut choice.commits) });
             closed.push(Arc::clone(id));
         }
         if !closed.is_empty() {

@@ -5,14 +5,14 @@ use std::time::Duration;
 use rollspan_protocol::{FinishReason, SchedulerStats};
 
 /// One output sequence that ended.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Finished {
     /// How it ended; `Abort` also when its client went away.
     pub reason: FinishReason,
     /// Time since it was submitted.
     pub elapsed: Duration,
-    /// Whether its tokens were sampled by more than one weight commit.
-    pub spans_update: bool,
+    /// Commits that sampled its tokens, in order, and how many each.
+    pub commits: Vec<(Option<u64>, usize)>,
 }
 
 /// Gets the events of the link; called on the reader's task, so every method must be quick and must not block.
@@ -23,6 +23,8 @@ pub trait Observer: Send + Sync + 'static {
     fn more_tokens(&self, count: usize, waited: Duration);
     /// An output sequence ended.
     fn finished(&self, finished: Finished);
+    /// The engine named a commit of its weights; later ones have higher numbers.
+    fn weight_commit(&self, commit: u64);
     /// The engine reported its scheduler's state.
     fn scheduler_stats(&self, stats: &SchedulerStats);
     /// A message was refused, with the stable reason of the decode error.
@@ -39,6 +41,7 @@ impl Observer for NoObserver {
     fn first_tokens(&self, _: usize, _: usize, _: Duration) {}
     fn more_tokens(&self, _: usize, _: Duration) {}
     fn finished(&self, _: Finished) {}
+    fn weight_commit(&self, _: u64) {}
     fn scheduler_stats(&self, _: &SchedulerStats) {}
     fn decode_error(&self, _: &'static str) {}
     fn skipped_fields(&self, _: u64) {}

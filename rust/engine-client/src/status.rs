@@ -19,6 +19,8 @@ pub struct EngineStatus {
     pub weight_version: Arc<str>,
     /// Their commit number.
     pub weight_commit: u64,
+    /// `ready`, `updating`, `inconsistent`, `undeclared` or `sleeping`.
+    pub weight_state: Arc<str>,
 }
 
 impl EngineStatus {
@@ -30,6 +32,7 @@ impl EngineStatus {
             paused: hello.paused,
             weight_version: hello.weight_version.as_str().into(),
             weight_commit: hello.weight_commit,
+            weight_state: hello.weight_state.as_str().into(),
         }
     }
 
@@ -45,6 +48,13 @@ impl EngineStatus {
             self.waiting = stats.num_waiting_reqs;
             self.kv_cache_usage = stats.kv_cache_usage;
             self.paused = stats.paused.unwrap_or(self.paused);
+            if let Some(state) = &stats.weight_state {
+                self.weight_state = Arc::clone(state);
+            }
+        }
+        // The outputs of a step come behind the commit that it was launched before.
+        if weight_commit.is_some_and(|commit| commit < self.weight_commit) {
+            return;
         }
         if let Some(label) = weight_version {
             self.weight_version = Arc::clone(label);

@@ -12,16 +12,24 @@ use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::uploads::Spool;
 
 /// So many different ignored names are remembered; each is logged once.
 const LOGGED_NAMES: usize = 1000;
+
+/// Uploads of weights may together take so many copies of the model in float32, and bytes for the headers of their files.
+const UPLOADED_COPIES: u64 = 2;
+const UPLOADED_HEADERS: u64 = 64 * 1024 * 1024;
 
 /// State of one frontend.
 pub(crate) struct App {
     pub options: Options,
     /// Seconds since 1970.
     pub started: u64,
+    /// Held by weight updates that are one request: a second one waits for the first.
+    pub directory_update: tokio::sync::Mutex<()>,
     engine: OnceLock<Arc<Engine>>,
+    spool: OnceLock<Arc<Spool>>,
     closing: AtomicBool,
     /// Whether what is still open must end now.
     ended: watch::Sender<bool>,
@@ -50,7 +58,9 @@ impl App {
         Self {
             options,
             started: now().0,
+            directory_update: tokio::sync::Mutex::default(),
             engine: OnceLock::new(),
+            spool: OnceLock::new(),
             closing: AtomicBool::new(false),
             ended: watch::Sender::new(false),
             open_requests: AtomicUsize::new(0),
@@ -60,7 +70,32 @@ impl App {
 
     /// The engine has said hello: from now on routes answer.
     pub fn engine_ready(&self, engine: Engine) {
+        let options = &self.options;
+        if let Some(directory) = &options.weights_spool {
+            let copies = UPLOADED_COPIES * engine.client.hello().model.num_parameters * size_of::<f32>() as u64;
+            let limit = options.max_weight_upload_bytes.unwrap_or(copies + UPLOADED_HEADERS);
+            let spool = Spool::new(directory.clone(), limit, options.weight_update_timeout);
+            drop(self.spool.set(Arc::new(spool)));
+        }
         drop(self.engine.set(Arc::new(engine)));
+    }
+
+    /// Deletes uploads that are idle for too long, and never ends.
+    pub async fn expire_uploads(&self) {
+        let Some(spool) = self.spool.get() else { return std::future::pending().await };
+        loop {
+            let spool = Arc::clone(spool);
+            let wait = tokio::task::spawn_blocking(move || spool.expire()).await;
+            tokio::time::sleep(wait.unwrap_or(self.options.weight_update_timeout)).await;
+        }
+    }
+
+    /// Deletes all uploads.
+    pub async fn discard_uploads(&self) {
+        if let Some(spool) = self.spool.get().map(Arc::clone) {
+            let closed = tokio::task::spawn_blocking(move || spool.close()).await;
+            closed.unwrap_or_else(|error| tracing::warn!("deleting uploads: {error}"));
+        }
     }
 
     /// From now on requests are refused.
@@ -101,6 +136,16 @@ impl App {
             Some(death) => Err(ApiError::new(Reason::EngineDead, death.message)),
             None => Ok(engine),
         }
+    }
+
+    /// Uploads of weights, on a live engine.
+    ///
+    /// # Errors
+    /// No live engine, or [`Reason::NotFound`] without a directory for them.
+    pub fn spool(&self) -> Result<&Arc<Spool>, ApiError> {
+        self.live_engine()?;
+        let off = "weight uploads are off: start the server with --weights-spool DIR";
+        self.spool.get().ok_or_else(|| ApiError::new(Reason::NotFound, off))
     }
 
     /// Counts a generate request as open.

@@ -41,6 +41,7 @@ fn too_large(limit: usize) -> ApiError {
     ApiError::new(Reason::BodyTooLarge, format!("request body must be at most {limit} bytes"))
 }
 
-fn unreadable(error: &axum::Error) -> ApiError {
+/// The body of a request came to no end.
+pub(crate) fn unreadable(error: &axum::Error) -> ApiError {
     ApiError::new(Reason::InvalidRequest, format!("request body cannot be read: {error}"))
 }

@@ -13,7 +13,7 @@ use crate::body;
 
 /// A control request on a live engine.
 pub(crate) struct Control {
-    app: Arc<App>,
+    pub app: Arc<App>,
     pub engine: Arc<Engine>,
     query: Vec<(String, String)>,
     fields: Map<String, Value>,
@@ -38,6 +38,16 @@ impl Control {
     /// A parameter of the query; the last one wins.
     pub fn parameter(&self, name: &str) -> Option<&str> {
         self.query.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    /// All values of a parameter of the query.
+    pub fn parameters(&self, name: &str) -> Vec<Value> {
+        self.query.iter().filter(|(key, _)| key == name).map(|(_, value)| value.as_str().into()).collect()
+    }
+
+    /// A parameter of the query, which wins, or a field of the body.
+    pub fn given(&self, name: &str) -> Option<Value> {
+        self.parameter(name).map(Value::from).or_else(|| self.field(name).cloned())
     }
 
     /// A field of the body; an explicit null is as good as none.

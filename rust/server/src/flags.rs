@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Parser;
@@ -27,10 +28,10 @@ pub struct Flags {
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
     /// Largest request body
-    #[arg(long, value_name = "BYTES", default_value_t = 64 * 1024 * 1024, value_parser = at_least_one)]
+    #[arg(long, value_name = "BYTES", default_value_t = 64 * 1024 * 1024, value_parser = at_least_one::<usize>)]
     pub max_body_bytes: usize,
     /// Most open requests; more get 429
-    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least_one::<usize>)]
     pub max_queued_requests: usize,
     /// Refuse unknown request fields
     #[arg(long)]
@@ -41,6 +42,15 @@ pub struct Flags {
     /// How long open requests may go on after a signal
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub shutdown_timeout: Duration,
+    /// Private directory for uploads of weights [default: they are refused]
+    #[arg(long, value_name = "DIR")]
+    pub weights_spool: Option<PathBuf>,
+    /// Most bytes of all uploads of weights together [default: two models in float32, and 64 MiB]
+    #[arg(long, value_name = "BYTES", value_parser = at_least_one::<u64>)]
+    pub max_weight_upload_bytes: Option<u64>,
+    /// How long an upload of weights may be idle before it is deleted
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = some_seconds)]
+    pub weight_update_timeout: Duration,
     /// Allow an address that other machines can reach
     #[arg(long)]
     pub insecure: bool,
@@ -76,6 +86,9 @@ impl Flags {
             strict_requests: self.strict_requests,
             engine_ready_timeout: self.engine_ready_timeout,
             shutdown_timeout: self.shutdown_timeout,
+            weights_spool: self.weights_spool.clone(),
+            max_weight_upload_bytes: self.max_weight_upload_bytes,
+            weight_update_timeout: self.weight_update_timeout,
         }
     }
 }
@@ -84,16 +97,19 @@ fn is_loopback(host: &str) -> bool {
     host.parse::<IpAddr>().map_or(host == "localhost", |address| address.is_loopback())
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("must be an integer of at least 1".to_owned()),
-        Ok(value) => Ok(value),
-    }
+fn at_least_one<T: FromStr + From<u8> + PartialOrd>(text: &str) -> Result<T, String> {
+    let value = text.parse().ok().filter(|value| *value >= T::from(1));
+    value.ok_or_else(|| "must be an integer of at least 1".to_owned())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
     let value = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     value.ok_or_else(|| "must be a number of seconds of at least 0".to_owned())
+}
+
+fn some_seconds(text: &str) -> Result<Duration, String> {
+    let value = seconds(text).ok().filter(|seconds| !seconds.is_zero());
+    value.ok_or_else(|| "must be a number of seconds above 0".to_owned())
 }
 
 fn level(text: &str) -> Result<LevelFilter, String> {

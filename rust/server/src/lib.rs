@@ -15,6 +15,7 @@ mod panics;
 mod routes;
 mod serve;
 mod unread;
+mod uploads;
 
 pub use flags::Flags;
 pub use options::Options;

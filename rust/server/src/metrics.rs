@@ -1,11 +1,12 @@
 //! Prometheus metrics of one engine link. Names, labels and buckets are vLLM's, under `rollspan:`.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use prometheus::{
-    Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+    Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
 };
 use rollspan_engine_client::{EngineStatus, Finished, Observer};
 use rollspan_protocol::{FinishReason, SchedulerStats};
@@ -25,6 +26,14 @@ const REQUEST_BUCKETS: &[f64] = &[
     1920.0, 7680.0,
 ];
 
+const UPDATE_BUCKETS: &[f64] =
+    &[0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0];
+
+const UPDATE_PHASES: [&str; 4] = ["receive", "verify", "prepare", "commit"];
+
+/// How many commits behind tokens are, the last one or more.
+const LAGS: [&str; 4] = ["0", "1", "2", "3+"];
+
 const FINISH_REASONS: [FinishReason; 5] =
     [FinishReason::Stop, FinishReason::Length, FinishReason::Abort, FinishReason::Error, FinishReason::Repetition];
 
@@ -43,7 +52,13 @@ pub(crate) struct Metrics {
     generation_tokens: IntCounter,
     /// In the order of [`FINISH_REASONS`], which is that of their numbers.
     finished: [IntCounter; 5],
-    weight_updates: IntCounterVec,
+    weight_updates: [IntCounter; 2],
+    update_phases: [Histogram; 4],
+    update_stall: Histogram,
+    /// In the order of [`LAGS`].
+    tokens_by_lag: [IntCounter; LAGS.len()],
+    /// Highest commit that the engine has named.
+    commit: AtomicU64,
     spanning_update: IntCounter,
     decode_errors: IntCounterVec,
     skipped_fields: IntCounter,
@@ -87,6 +102,11 @@ impl Factory<'_> {
         let options = HistogramOpts { common_opts: self.options(name, help), buckets: buckets.to_vec() };
         self.register(Histogram::with_opts(options)?)
     }
+
+    fn histograms(&self, name: &str, help: &str, buckets: &[f64], label: &str) -> prometheus::Result<HistogramVec> {
+        let options = HistogramOpts { common_opts: self.options(name, help), buckets: buckets.to_vec() };
+        self.register(HistogramVec::new(options, &[label])?)
+    }
 }
 
 impl Metrics {
@@ -98,6 +118,18 @@ impl Metrics {
         let registry = Registry::new();
         let make = Factory { registry: &registry, model_name };
         let finished = make.counters("request_success_total", "Finished output sequences.", "finished_reason")?;
+        let updates = make.counters("weight_updates_total", "Weight updates, by result.", "result")?;
+        let phases = make.histograms(
+            "weight_update_duration_seconds",
+            "What a weight update took, by phase.",
+            UPDATE_BUCKETS,
+            "phase",
+        )?;
+        let by_lag = make.counters(
+            "generation_tokens_by_lag_total",
+            "Tokens by how many commits were newer when their output ended.",
+            "lag",
+        )?;
         let version = make.options("weight_version_info", "1 for the label of the weights in force.");
         let usage = make.options("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.");
         Ok(Self {
@@ -110,7 +142,15 @@ impl Metrics {
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens computed.")?,
             generation_tokens: make.counter("generation_tokens_total", "Tokens generated.")?,
             finished: FINISH_REASONS.map(|reason| finished.with_label_values(&[reason.as_str()])),
-            weight_updates: make.counters("weight_updates_total", "Weight updates, by result.", "result")?,
+            weight_updates: ["success", "failure"].map(|result| updates.with_label_values(&[result])),
+            update_phases: UPDATE_PHASES.map(|phase| phases.with_label_values(&[phase])),
+            update_stall: make.histogram(
+                "weight_update_stall_seconds",
+                "How long no step could start because of a weight update.",
+                UPDATE_BUCKETS,
+            )?,
+            tokens_by_lag: LAGS.map(|lag| by_lag.with_label_values(&[lag])),
+            commit: AtomicU64::new(0),
             spanning_update: make.counter(
                 "requests_spanning_update_total",
                 "Output sequences whose tokens come from more than one commit.",
@@ -142,11 +182,6 @@ impl Metrics {
         })
     }
 
-    /// A weight update ended, with `success` or `failure`.
-    pub fn weight_update_ended(&self, result: &str) {
-        self.weight_updates.with_label_values(&[result]).inc();
-    }
-
     /// The text format, with the gauges of this status.
     ///
     /// # Errors
@@ -164,6 +199,13 @@ impl Metrics {
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         Ok(text)
     }
+}
+
+/// Counts up to the engine's own count. Gives whether that was more.
+fn grow(counter: &IntCounter, count: u64) -> bool {
+    let more = count.saturating_sub(counter.get());
+    counter.inc_by(more);
+    more > 0
 }
 
 /// Lets the link feed the metrics.
@@ -184,9 +226,19 @@ impl Observer for LinkObserver {
     fn finished(&self, finished: Finished) {
         self.0.finished[finished.reason as usize].inc();
         self.0.request.observe(finished.elapsed.as_secs_f64());
-        if finished.spans_update {
+        if finished.commits.len() > 1 {
             self.0.spanning_update.inc();
         }
+        let newest = self.0.commit.load(Ordering::Relaxed);
+        for (commit, tokens) in finished.commits {
+            let Some(commit) = commit else { continue };
+            let lag = usize::try_from(newest.saturating_sub(commit)).unwrap_or(usize::MAX);
+            self.0.tokens_by_lag[lag.min(LAGS.len() - 1)].inc_by(tokens as u64);
+        }
+    }
+
+    fn weight_commit(&self, commit: u64) {
+        self.0.commit.fetch_max(commit, Ordering::Relaxed);
     }
 
     fn scheduler_stats(&self, stats: &SchedulerStats) {
@@ -195,7 +247,20 @@ impl Observer for LinkObserver {
             self.0.cache_hits.inc_by(cache.hits);
         }
         // The engine counts from its start; one link's messages come one after another.
-        self.0.preemptions.inc_by(stats.num_preemptions.saturating_sub(self.0.preemptions.get()));
+        grow(&self.0.preemptions, stats.num_preemptions);
+        let updates = stats.weight_updates.unwrap_or_default();
+        let [success, failure] = &self.0.weight_updates;
+        grow(failure, updates.failure);
+        if grow(success, updates.success) {
+            let seconds = stats.weight_update_seconds.unwrap_or_default();
+            let phases = [seconds.receive, seconds.verify, seconds.prepare, seconds.commit];
+            for (phase, seconds) in self.0.update_phases.iter().zip(phases) {
+                phase.observe(seconds.max(0.0));
+            }
+            if let Some(stall) = seconds.stall {
+                self.0.update_stall.observe(stall.max(0.0));
+            }
+        }
     }
 
     fn decode_error(&self, reason: &'static str) {

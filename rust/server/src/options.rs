@@ -20,6 +20,12 @@ pub struct Options {
     pub engine_ready_timeout: Duration,
     /// How long open requests may go on once the frontend is told to stop.
     pub shutdown_timeout: Duration,
+    /// Private directory for uploads of weights; they are refused when `None`.
+    pub weights_spool: Option<PathBuf>,
+    /// Most bytes of all uploads of weights together; two models in float32 and some room when `None`.
+    pub max_weight_upload_bytes: Option<u64>,
+    /// How long an upload of weights may be idle before it is deleted.
+    pub weight_update_timeout: Duration,
 }
 
 impl Options {
@@ -33,6 +39,9 @@ impl Options {
             strict_requests: false,
             engine_ready_timeout: Duration::from_secs(600),
             shutdown_timeout: Duration::from_secs(5),
+            weights_spool: None,
+            max_weight_upload_bytes: None,
+            weight_update_timeout: Duration::from_secs(600),
         }
     }
 }

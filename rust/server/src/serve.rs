@@ -52,11 +52,22 @@ pub enum ServeError {
 pub async fn serve(
     listener: TcpListener,
     options: crate::Options,
+    announce: impl FnMut(&Event),
+    stop: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let app = Arc::new(App::new(options));
+    let ended = serve_app(listener, &app, announce, stop).await;
+    app.discard_uploads().await;
+    ended
+}
+
+async fn serve_app(
+    listener: TcpListener,
+    app: &Arc<App>,
     mut announce: impl FnMut(&Event),
     stop: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
     let address = listener.local_addr()?;
-    let app = Arc::new(App::new(options));
     let (close, closed) = oneshot::channel::<()>();
     // A token that waits for the next one to fill a segment would make the stream stutter.
     let listener = listener.tap_io(|socket| {
@@ -64,7 +75,7 @@ pub async fn serve(
             tracing::debug!("TCP_NODELAY: {error}");
         }
     });
-    let serving = axum::serve(listener, routes::router(Arc::clone(&app))).with_graceful_shutdown(async {
+    let serving = axum::serve(listener, routes::router(Arc::clone(app))).with_graceful_shutdown(async {
         // A sender that is gone closes, too.
         drop(closed.await);
     });
@@ -74,7 +85,7 @@ pub async fn serve(
     tracing::info!("listening on http://{address}");
 
     let engine = tokio::select! {
-        connected = connect(&app) => Some(connected?),
+        connected = connect(app) => Some(connected?),
         ended = &mut serving => return Ok(ended?),
         () = &mut stop => None,
     };
@@ -83,6 +94,7 @@ pub async fn serve(
         announce(&Event::Ready);
         tokio::select! {
             ended = &mut serving => return Ok(ended?),
+            () = app.expire_uploads() => {}
             () = &mut stop => {}
         }
     }

@@ -14,6 +14,7 @@ use rollspan_engine_client::{Delivery, RequestStream, Submission};
 use rollspan_generate::{AnswerFacts, ApiError, Choice, GenerateRequest, Reason, check_request_id, collected, shown};
 use serde_json::Value;
 
+use super::header_text;
 use super::stream::EventStream;
 use crate::answer::{self, Failure, REQUEST_ID, internal};
 use crate::app::{App, Engine, OpenRequest, now};
@@ -159,10 +160,6 @@ async fn stream(mut running: Running) -> Result<Response, ApiError> {
     running.add_headers(&mut response);
     EventStream::new(running, first).answer(&mut response);
     Ok(response)
-}
-
-fn header_text(headers: &HeaderMap, name: &str) -> Option<String> {
-    headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
 }
 
 fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {

@@ -24,6 +24,12 @@ pub(super) async fn server_info(State(app): State<Arc<App>>, request: Request) -
     Ok(control.answer(&described(&control.engine, facts), &[]))
 }
 
+/// GET `/get_world_size`: how many engines there are.
+pub(super) async fn world_size(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
+    let control = Control::read(app, request).await?;
+    Ok(control.answer(&json!({"world_size": 1}), &[]))
+}
+
 fn described(engine: &Engine, facts: Value) -> Value {
     let hello = engine.client.hello();
     let (limits, model) = (&hello.limits, &hello.model);

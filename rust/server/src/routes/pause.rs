@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use rollspan_generate::ApiError;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::answer::Failure;
 use crate::app::App;
@@ -50,8 +50,7 @@ pub(super) async fn is_paused(State(app): State<Arc<App>>, request: Request) -> 
 
 /// The query wins over the body.
 fn mode(control: &Control) -> Result<(&'static str, bool), ApiError> {
-    let given = control.parameter(MODE).map(Value::from).or_else(|| control.field(MODE).cloned());
-    let Some(given) = given else { return Ok(("abort", true)) };
+    let Some(given) = control.given(MODE) else { return Ok(("abort", true)) };
     let known = MODES.iter().find(|(name, ..)| given == *name);
     known
         .map(|(_, mode, clears)| (*mode, *clears))
