@@ -1,5 +1,7 @@
 //! `decode_outputs` for Python: the decoder of the Rust frontend, giving the dataclasses of `rollspan.protocol.messages`.
 
+use std::collections::BTreeMap;
+
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList};
@@ -17,6 +19,7 @@ struct Classes {
     output: Py<PyAny>,
     utility: Py<PyAny>,
     logprobs: Py<PyAny>,
+    pack_each: Py<PyAny>,
     error: Py<PyAny>,
     /// By their number on the wire.
     finish_reasons: Py<PyAny>,
@@ -36,6 +39,7 @@ impl Classes {
                 output: class("EngineCoreOutput")?,
                 utility: class("UtilityOutput")?,
                 logprobs: class("LogprobsLists")?,
+                pack_each: py.import("rollspan.protocol.packed_logprobs")?.getattr("pack_each")?.unbind(),
                 error: class("EngineError")?,
                 finish_reasons: PyList::new(
                     py,
@@ -79,8 +83,9 @@ fn message<'py>(
     let (mut outputs, mut stats, mut utility, mut finished) = (PyList::empty(py), None, None, None);
     let (mut wave_complete, mut start_wave) = (None, None);
     match body {
-        Body::Batch(batch) => {
-            let made = batch.outputs.into_iter().map(|one| output(py, classes, one));
+        Body::Batch(mut batch) => {
+            let packed = packed_logprobs(py, classes, &mut batch.outputs)?;
+            let made = batch.outputs.into_iter().zip(packed).map(|(one, packed)| output(py, classes, one, packed));
             outputs = PyList::new(py, made.collect::<PyResult<Vec<_>>>()?)?;
             stats = batch.scheduler_stats.map(|stats| scheduler_stats(py, &stats)).transpose()?;
             finished = batch.finished_requests;
@@ -104,8 +109,17 @@ fn message<'py>(
     ))
 }
 
-fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> PyResult<Bound<'py, PyAny>> {
-    let logprobs = output.new_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?;
+/// `packed` stands for the output's own log-probs.
+fn output<'py>(
+    py: Python<'py>,
+    classes: &Classes,
+    output: EngineCoreOutput,
+    packed: Option<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let logprobs = match packed {
+        None => output.new_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?,
+        packed => packed,
+    };
     let prompt_logprobs = output.new_prompt_logprobs.map(|lists| logprobs_lists(py, classes, &lists)).transpose()?;
     let experts = output.routed_experts.map(|experts| routed_experts(py, classes, &experts)).transpose()?;
     let finish_reason =
@@ -142,6 +156,31 @@ fn output<'py>(py: Python<'py>, classes: &Classes, output: EngineCoreOutput) -> 
 fn stamp_spans(spans: Vec<StampSpan>) -> Vec<(String, u64, u32, u32)> {
     let spans = spans.into_iter();
     spans.map(|span| (span.weight_version.to_string(), span.weight_commit, span.start, span.end)).collect()
+}
+
+/// Takes the log-probs of the outputs with one position, nearly all, and makes Python's of them all at once: an object of
+/// each instead of three arrays.
+fn packed_logprobs<'py>(
+    py: Python<'py>,
+    classes: &Classes,
+    outputs: &mut [EngineCoreOutput],
+) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
+    let mut by_width: BTreeMap<usize, (LogprobsLists, Vec<usize>)> = BTreeMap::new();
+    for (place, output) in outputs.iter_mut().enumerate() {
+        if let Some(lists) = output.new_logprobs.take_if(|lists| lists.positions() == 1) {
+            let (all, places) = by_width.entry(lists.width).or_default();
+            all.extend(&lists);
+            places.push(place);
+        }
+    }
+    let mut packed = vec![None; outputs.len()];
+    for (all, places) in by_width.into_values() {
+        let made = classes.pack_each.bind(py).call1((logprobs_lists(py, classes, &all)?,))?;
+        for (place, one) in places.into_iter().zip(made.try_iter()?) {
+            packed[place] = Some(one?);
+        }
+    }
+    Ok(packed)
 }
 
 /// Arrays `[positions, k + 1]` twice and `[positions]`, read-only as those of the Python codec.
