@@ -24,6 +24,9 @@ FAMILIES = {
     "rollspan:generation_tokens_total": "counter",
     "rollspan:request_success_total": "counter",
     "rollspan:weight_updates_total": "counter",
+    "rollspan:weight_update_duration_seconds": "histogram",
+    "rollspan:weight_update_stall_seconds": "histogram",
+    "rollspan:generation_tokens_by_lag_total": "counter",
     "rollspan:requests_spanning_update_total": "counter",
     "rollspan:num_preemptions_total": "counter",
     "rollspan:prefix_cache_queries_total": "counter",
@@ -45,17 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def test_the_families_are_those_of_the_contract(mocks: MockFactory, pool: ThreadPoolExecutor) -> None:
-    mock = mocks.start()
-    # A family whose label values are not known beforehand may wait for the first one.
-    for succeeds in (True, False):
-        answer = pool.submit(mock.frontend.post, "/finish_weight_update")
-        call = mock.engine.next_call("finish_weight_update")
-        if succeeds:
-            mock.engine.reply(call, {"weight_version": "default", "weight_commit": 1})
-        else:
-            mock.engine.refuse(call, "incomplete", "weights_invalid")
-        answer.result()
+def test_the_families_are_those_of_the_contract(mock: Mocked) -> None:
     response = mock.frontend.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     kinds = {}
@@ -65,13 +58,9 @@ def test_the_families_are_those_of_the_contract(mocks: MockFactory, pool: Thread
             kinds[name] = kind
         elif not line.startswith("#"):
             assert 'model_name="mock"' in line, line
+    # Its labels are not known beforehand: it may wait for the first one.
     kinds.setdefault("rollspan:wire_decode_errors_total", "counter")
     assert kinds == FAMILIES
-    updates = {name: value for name, value in mock.frontend.metrics().items() if "weight_updates_total" in name}
-    assert updates == {
-        'rollspan:weight_updates_total{result="success"}': 1,
-        'rollspan:weight_updates_total{result="failure"}': 1,
-    }
 
 
 def test_the_buckets_are_those_of_vllm(mock: Mocked) -> None:
@@ -87,6 +76,9 @@ def test_the_buckets_are_those_of_vllm(mock: Mocked) -> None:
     assert len(bounds("inter_token_latency_seconds")) == 20
     assert bounds("e2e_request_latency_seconds")[-2:] == [7680.0, float("inf")]
     assert len(bounds("e2e_request_latency_seconds")) == 22
+    assert bounds("weight_update_stall_seconds")[:2] == [0.0001, 0.0005]
+    assert bounds("weight_update_stall_seconds")[-2:] == [1800.0, float("inf")]
+    assert len(bounds("weight_update_stall_seconds")) == 18
 
 
 def test_requests_are_counted_as_they_pass(mocks: MockFactory, pool: ThreadPoolExecutor) -> None:
@@ -146,6 +138,43 @@ def test_the_prefix_cache_is_counted_by_its_deltas_and_preemptions_by_their_tota
     assert samples["rollspan:prefix_cache_queries_total"] == 42
     assert samples["rollspan:prefix_cache_hits_total"] == 17
     assert samples["rollspan:num_preemptions_total"] == 5
+
+
+def test_weight_updates_are_what_the_engine_counts(mocks: MockFactory) -> None:
+    mock = mocks.start()
+    names = ("success", "failure")
+    updates = {name: f'rollspan:weight_updates_total{{result="{name}"}}' for name in names}
+    assert [mock.frontend.metrics()[updates[name]] for name in names] == [0, 0]
+    seconds = {"receive": 2.0, "verify": 0.25, "prepare": 0, "commit": 0.0005, "stall": 0.002, "unknown": 9}
+    for commit, success, failure in ((1, 1, 0), (2, 1, 2), (3, 2, 2)):
+        counts = {"success": success, "failure": failure}
+        mock.engine.stats("next", commit, weight_updates=counts, weight_update_seconds=seconds)
+    wait_until(lambda: mock.frontend.metrics()["rollspan:weight_commit"] == 3, "the last stats")
+    samples = mock.frontend.metrics()
+    assert [samples[updates[name]] for name in names] == [2, 2]
+    for phase, total in (("receive", 4.0), ("verify", 0.5), ("prepare", 0.0), ("commit", 0.001)):
+        assert samples[f'rollspan:weight_update_duration_seconds_count{{phase="{phase}"}}'] == 2
+        assert samples[f'rollspan:weight_update_duration_seconds_sum{{phase="{phase}"}}'] == pytest.approx(total)
+    assert samples["rollspan:weight_update_stall_seconds_count"] == 2
+    assert samples["rollspan:weight_update_stall_seconds_sum"] == pytest.approx(0.004)
+
+
+def test_tokens_are_counted_by_how_stale_they_are_when_their_output_ends(
+    mocks: MockFactory, pool: ThreadPoolExecutor
+) -> None:
+    mock = mocks.start(weight_commit=1)
+    answer = pool.submit(mock.frontend.generate, [5], sampling_params={"n": 2})
+    first, second = (mock.engine.next_request().request_id for _ in range(2))
+    for commit, tokens in ((1, [1]), (2, [2, 3]), (4, [4, 5, 6])):
+        mock.engine.tokens(first, tokens, version="a", commit=commit)
+    mock.engine.tokens(second, [1], version="a", commit=4)
+    mock.engine.tokens(first, [7], finish=FinishReason.LENGTH, version="a", commit=5)
+    mock.engine.stats("a", 7)
+    mock.engine.tokens(second, [1], finish=FinishReason.STOP, version="a", commit=6)
+    assert answer.result().status_code == 200
+    samples = mock.frontend.metrics()
+    by_lag = {lag: samples[f'rollspan:generation_tokens_by_lag_total{{lag="{lag}"}}'] for lag in ("0", "1", "2", "3+")}
+    assert by_lag == {"0": 1, "1": 3 + 1, "2": 0, "3+": 1 + 2 + 1}
 
 
 def test_elements_that_nobody_knows_are_skipped_and_counted(mocks: MockFactory, pool: ThreadPoolExecutor) -> None:

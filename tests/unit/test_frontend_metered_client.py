@@ -21,7 +21,6 @@ class StubClient(EngineCoreClient):
     def __init__(self) -> None:
         super().__init__()
         self.hello = HELLO
-        self.failure: RollspanError | None = None
         self.aborted: list[str] = []
 
     async def add_request(self, request: EngineCoreRequest) -> None:
@@ -31,8 +30,6 @@ class StubClient(EngineCoreClient):
         self.aborted += request_ids
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        if self.failure is not None:
-            raise self.failure
         return (method, args)
 
     async def close(self) -> None:
@@ -96,30 +93,15 @@ async def test_an_aborted_sequence_is_counted_once(link: Link) -> None:
     assert link.sample('rollspan:request_success_total{finished_reason="abort",model_name="m"}') == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "reason", "success", "failure"),
-    [
-        ("finish_weight_update", None, 1, 0),
-        ("update_weights", None, 0, 0),
-        ("start_weight_update", None, 0, 0),
-        ("update_weights", "weights_invalid", 0, 1),
-        ("finish_weight_update", "weights_invalid", 0, 1),
-        ("finish_weight_update", "no_update_active", 0, 0),
-        ("start_weight_update", "update_active", 0, 0),
-        ("resume_scheduler", "internal_error", 0, 0),
-    ],
-)
-async def test_updates_are_counted_by_how_they_ended(
-    link: Link, method: str, reason: str | None, success: int, failure: int
-) -> None:
-    if reason is None:
-        assert await link.client.call_utility(method, 1) == (method, (1,))
-    else:
-        link.stub.failure = RollspanError("no", reason=reason)
-        with pytest.raises(RollspanError):
-            await link.client.call_utility(method, 1)
-    assert link.sample('rollspan:weight_updates_total{model_name="m",result="success"}') == success
-    assert link.sample('rollspan:weight_updates_total{model_name="m",result="failure"}') == failure
+async def test_the_status_is_that_of_the_last_message(link: Link) -> None:
+    status = link.client.status
+    assert (status.weight_state, status.weight_version, status.weight_commit) == ("ready", "default", 0)
+    link.stub.say(EngineCoreOutputs(scheduler_stats={"weight_state": "sleeping"}, weight_version="v", weight_commit=3))
+    assert (status.weight_state, status.weight_version, status.weight_commit) == ("sleeping", "v", 3)
+    link.stub.say(EngineCoreOutputs(scheduler_stats={}))
+    assert (status.weight_state, status.weight_version, status.weight_commit) == ("sleeping", "v", 3)
+    with pytest.raises(RollspanError, match="the engine sleeps"):
+        status.check()
 
 
 async def test_death_is_told_to_both_and_ends_every_sequence(link: Link) -> None:

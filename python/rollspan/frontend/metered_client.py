@@ -10,9 +10,6 @@ from rollspan.frontend.metrics import Metrics
 from rollspan.frontend.status import EngineStatus
 from rollspan.protocol.messages import EngineCoreOutputs, EngineCoreRequest
 
-#: Failures of a call that was refused before it could be part of a weight update.
-_NO_UPDATE = ("update_active", "no_update_active", "invalid_request", "invalid_label", "engine_dead")
-
 
 class MeteredClient(EngineCoreClient):
     """Passes every call on to ``client``. ``on_death`` is called besides the handler that the client's user sets.
@@ -49,15 +46,7 @@ class MeteredClient(EngineCoreClient):
         await self._client.abort(request_ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        try:
-            result = await self._client.call_utility(method, *args)
-        except RollspanError as error:
-            if method in ("update_weights", "finish_weight_update") and error.reason not in _NO_UPDATE:
-                self.metrics.weight_update_ended("failure")
-            raise
-        if method == "finish_weight_update":
-            self.metrics.weight_update_ended("success")
-        return result
+        return await self._client.call_utility(method, *args)
 
     async def close(self) -> None:
         await self._client.close()

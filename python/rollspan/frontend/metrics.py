@@ -6,7 +6,7 @@ Names, labels and buckets are vLLM's, under ``rollspan:``.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import (
@@ -41,18 +41,25 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+UPDATE_BUCKETS = (
+    *(0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5),
+    *(1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
+UPDATE_PHASES = ("receive", "verify", "prepare", "commit")
+UPDATE_RESULTS = ("success", "failure")
+#: How many commits behind tokens are, the last one or more.
+LAGS = ("0", "1", "2", "3+")
 FINISH_REASONS = tuple(str(reason) for reason in FinishReason)
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One open output sequence; times are ``time.monotonic`` seconds."""
+    """One open output sequence; times are ``time.monotonic`` seconds, ``tokens`` are counted by their commit."""
 
     prompt_tokens: int
     arrival: float
     last_token: float | None = None
-    last_commit: int | None = None
-    spans_update: bool = False
+    tokens: dict[int | None, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -79,7 +86,25 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         success = self._counter_family("request_success", "Finished output sequences.", "finished_reason")
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
-        self._updates = self._counter_family("weight_updates", "Weight updates, by result.", "result")
+        updates = self._counter_family("weight_updates", "Weight updates, by result.", "result")
+        self._updates = {result: updates.labels(model_name, result) for result in UPDATE_RESULTS}
+        self._updates_seen = dict.fromkeys(UPDATE_RESULTS, 0)
+        duration = Histogram(
+            "rollspan:weight_update_duration_seconds",
+            "What a weight update took, by phase.",
+            ("model_name", "phase"),
+            registry=self._registry,
+            buckets=UPDATE_BUCKETS,
+        )
+        self._update_phases = {phase: duration.labels(model_name, phase) for phase in UPDATE_PHASES}
+        self._stall = self._histogram(
+            "weight_update_stall_seconds", "How long no step could start because of a weight update.", UPDATE_BUCKETS
+        )
+        by_lag = self._counter_family(
+            "generation_tokens_by_lag", "Tokens by how many commits were newer when their output ended.", "lag"
+        )
+        self._by_lag = [by_lag.labels(model_name, lag) for lag in LAGS]
+        self._current_commit = hello.weight_commit
         self._spanning = self._counter(
             "requests_spanning_update", "Output sequences whose tokens come from more than one commit."
         )
@@ -116,6 +141,8 @@ class Metrics:
         """One message of the engine."""
         if message.skipped_fields:
             self._skipped.inc(message.skipped_fields)
+        if message.weight_commit is not None:
+            self._current_commit = max(self._current_commit, message.weight_commit)
         if message.scheduler_stats is not None:
             self._state_changed(message.scheduler_stats, message)
         now = time.monotonic()
@@ -127,10 +154,6 @@ class Metrics:
                 self._output_received(sequence, output, message.weight_commit, now)
         if tokens:
             self._generation_tokens.inc(tokens)
-
-    def weight_update_ended(self, result: str) -> None:
-        """``result`` is ``success`` or ``failure``."""
-        self._updates.labels(self._model_name, result).inc()
 
     def decode_failed(self, reason: str, count: int = 1) -> None:
         """Messages of the engine could not be decoded."""
@@ -156,9 +179,8 @@ class Metrics:
                 self._first_token.observe(now - sequence.arrival)
             else:
                 self._inter_token.observe(now - sequence.last_token)
-                sequence.spans_update = sequence.spans_update or commit != sequence.last_commit
             sequence.last_token = now
-            sequence.last_commit = commit
+            sequence.tokens[commit] = sequence.tokens.get(commit, 0) + len(output.new_token_ids)
         if output.finish_reason is not None:
             del self._sequences[output.request_id]
             self._finished(sequence, str(output.finish_reason), now)
@@ -166,8 +188,12 @@ class Metrics:
     def _finished(self, sequence: _Sequence, reason: str, now: float) -> None:
         self._success[reason].inc()
         self._request.observe(now - sequence.arrival)
-        if sequence.spans_update:
+        if len(sequence.tokens) > 1:
             self._spanning.inc()
+        for commit, count in sequence.tokens.items():
+            if commit is not None:
+                lag = max(self._current_commit - commit, 0)
+                self._by_lag[min(lag, len(LAGS) - 1)].inc(count)
 
     def _state_changed(self, stats: dict[str, Any], message: EngineCoreOutputs) -> None:
         for gauge, key in (
@@ -185,7 +211,22 @@ class Metrics:
         preemptions = _count(stats.get("num_preemptions"))
         self._preemptions.inc(max(preemptions - self._preemptions_seen, 0))
         self._preemptions_seen = max(preemptions, self._preemptions_seen)
+        self._updates_changed(stats.get("weight_updates") or {}, stats.get("weight_update_seconds") or {})
         self._set_weights(message.weight_version, message.weight_commit)
+
+    def _updates_changed(self, updates: dict[str, Any], seconds: dict[str, Any]) -> None:
+        """The engine counts updates since it started; ``seconds`` are those of its last commit."""
+        grown = {}
+        for result, counter in self._updates.items():
+            total = _count(updates.get(result))
+            grown[result] = max(total - self._updates_seen[result], 0)
+            self._updates_seen[result] += grown[result]
+            counter.inc(grown[result])
+        if grown["success"]:
+            for phase, histogram in self._update_phases.items():
+                histogram.observe(_seconds(seconds.get(phase)))
+            if "stall" in seconds:
+                self._stall.observe(_seconds(seconds["stall"]))
 
     def _set_weights(self, version: str | None, commit: int | None) -> None:
         if commit is not None:
@@ -212,3 +253,8 @@ class Metrics:
 def _count(value: Any) -> int:
     """A counter of the engine; what is none counts nothing."""
     return value if isinstance(value, int) and value > 0 else 0
+
+
+def _seconds(value: Any) -> float:
+    """A time of the engine; what is none took none."""
+    return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0

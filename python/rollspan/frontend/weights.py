@@ -22,7 +22,8 @@ DIGEST_ALLOWED = "blake3: and 64 lower-case hex digits"
 
 async def init_transfer(control: Control) -> Response:
     """POST /init_weight_transfer_engine"""
-    await control.call("init_weight_transfer_engine", _info("init_info", control.field("init_info") or {}))
+    given = control.field("init_info")
+    await control.call("init_weight_transfer_engine", {} if given is None else _info("init_info", given))
     logger.info("weight transfer initialized")
     return control.answer({"message": "Weight transfer initialized"}, ("init_info",))
 
