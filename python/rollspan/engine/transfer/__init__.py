@@ -14,9 +14,10 @@ _TRANSPORTS = {
     "disk": ("disk", "DiskTransport"),
     "http": ("http", "HttpTransport"),
     "shm": ("shm", "ShmTransport"),
+    "distributed": ("distributed", "DistributedTransport"),
 }
 #: Other names that clients use.
-_ALIASES: dict[str, str] = {}
+_ALIASES = {"nccl": "distributed", "gloo": "distributed"}
 
 
 def canonical(name: Any, param: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,12 @@ class TransferContext:
     num_engines: int
     timeout: float
     parameters: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def largest_update(self) -> int:
+        """Bytes that an update may announce: indices and values of every element, and some room for small models."""
+        elements = sum(math.prod(shape) for _, shape in self.parameters.values())
+        return 16 * elements + (64 << 20)
 
 
 class Transport(ABC):
