@@ -1,4 +1,4 @@
-//! What answers hold when it was asked for: log-probs of the prompt, and routed experts.
+//! What answers hold when it was asked for: log-probs of the prompt, KV versions, and routed experts.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
@@ -7,7 +7,10 @@
 mod vectors;
 
 use rollspan_generate::{AnswerFacts, Choice, ChunkWriter, GenerateRequest, Reason, Served, collected};
-use rollspan_protocol::{EngineCoreOutput, EngineError, FinishReason, Limits, LogprobsLists, RoutedExperts};
+use rollspan_protocol::{
+    EngineCoreOutput, EngineError, FinishReason, Limits, LogprobsLists, Provenance, RoutedExperts, StampSpan,
+    StopReason,
+};
 use serde_json::{Value, json};
 use vectors::{load, text};
 
@@ -161,4 +164,111 @@ fn a_refusal_that_only_the_engine_can_find_names_its_field() {
     let refused = Choice::new(0, false).push(end, None, None).unwrap_err();
     assert_eq!((refused.status(), refused.reason), (400, Reason::UnsupportedField));
     assert_eq!(refused.body()["error"]["param"], "sampling_params.bad_words");
+}
+
+fn span(label: &str, commit: u64, start: u32, end: u32) -> StampSpan {
+    StampSpan { weight_version: label.into(), weight_commit: commit, start, end }
+}
+
+#[test]
+fn the_weights_that_scored_the_prompt_are_beside_its_log_probs() {
+    let request = request(&[3, 5, 6], r#""prompt_logprobs":2"#);
+    let expected = json!([{"version": "A", "commit": 1, "start": 1, "end": 2}, {"version": "B", "commit": 2, "start": 2, "end": 3}]);
+    let spans = || Some(vec![span("A", 1, 1, 2), span("B", 2, 2, 3)]);
+    let (mut whole, mut streamed) = (request.choices(), request.choices());
+    whole[0].push(EngineCoreOutput { prompt_spans: spans(), ..with_prompt(last(&[7])) }, None, None).unwrap();
+    assert_eq!(answer(&request, &whole)["prompt_weight_commits"], expected);
+    let mut writer = ChunkWriter::default();
+    streamed[0].push(EngineCoreOutput { prompt_spans: spans(), ..with_prompt(output(&[7])) }, None, None).unwrap();
+    assert_eq!(chunk(&mut writer, &request, &mut streamed, 0)["prompt_weight_commits"], expected);
+    streamed[0].push(last(&[7]), None, None).unwrap();
+    assert_eq!(chunk(&mut writer, &request, &mut streamed, 0).get("prompt_weight_commits"), None);
+    let mut silent = request.choices();
+    silent[0].push(with_prompt(last(&[7])), None, None).unwrap();
+    assert_eq!(answer(&request, &silent).get("prompt_weight_commits"), Some(&Value::Null));
+}
+
+#[test]
+fn a_prompt_whose_log_probs_nobody_asked_for_has_no_weights_either() {
+    let plain = request(&[3, 5], "");
+    let mut choices = plain.choices();
+    choices[0].push(last(&[7]), None, None).unwrap();
+    assert_eq!(answer(&plain, &choices).get("prompt_weight_commits"), None);
+    let one = request(&[3], r#""prompt_logprobs":2"#);
+    let mut choices = one.choices();
+    choices[0].push(last(&[7]), None, None).unwrap();
+    assert_eq!(answer(&one, &choices)["prompt_weight_commits"], json!([]));
+}
+
+#[test]
+fn kv_versions_come_at_the_end_when_they_were_asked_for() {
+    let plain = request(&[3, 5], "");
+    let asking = GenerateRequest {
+        provenance: Provenance { return_kv_versions: true, ..Provenance::default() },
+        ..plain.clone()
+    };
+    let first = |token| EngineCoreOutput { kv_spans: Some(vec![span("A", 1, 0, 2)]), ..output(&[token]) };
+    let expected = json!([
+        {"start": 0, "end": 1, "kv": [{"version": "A", "commit": 1, "start": 0, "end": 2}]},
+        {
+            "start": 1,
+            "end": 3,
+            "kv": [
+                {"version": "A", "commit": 1, "start": 0, "end": 2},
+                {"version": "B", "commit": 2, "start": 2, "end": 4},
+            ],
+        },
+    ]);
+    for request in [&asking, &plain] {
+        let (mut whole, mut streamed) = (request.choices(), request.choices());
+        let mut writer = ChunkWriter::default();
+        for choices in [&mut whole, &mut streamed] {
+            choices[0].push(first(7), Some("A"), Some(1)).unwrap();
+        }
+        assert_eq!(chunk(&mut writer, request, &mut streamed, 0)["choices"][0].get("kv_versions"), None);
+        for choices in [&mut whole, &mut streamed] {
+            choices[0].push(last(&[8, 9]), Some("B"), Some(2)).unwrap();
+        }
+        let wanted = request.provenance.return_kv_versions.then_some(&expected);
+        assert_eq!(answer(request, &whole)["choices"][0].get("kv_versions"), wanted);
+        assert_eq!(chunk(&mut writer, request, &mut streamed, 0)["choices"][0].get("kv_versions"), wanted);
+    }
+    let mut silent = asking.choices();
+    silent[0].push(last(&[7]), Some("A"), Some(1)).unwrap();
+    assert_eq!(answer(&asking, &silent)["choices"][0].get("kv_versions"), Some(&Value::Null));
+    let mut aborted = asking.choices();
+    aborted[0].abort();
+    assert_eq!(answer(&asking, &aborted)["choices"][0]["kv_versions"], json!([]));
+}
+
+#[test]
+fn kv_spans_that_do_not_fit_their_token_are_a_decode_error() {
+    let provenance = Provenance { return_kv_versions: true, ..Provenance::default() };
+    let request = GenerateRequest { provenance, ..request(&[3, 5], "") };
+    let mut choices = request.choices();
+    let wrong = EngineCoreOutput { kv_spans: Some(vec![span("A", 1, 0, 3)]), ..output(&[7]) };
+    let error = choices[0].push(wrong, Some("A"), Some(1)).unwrap_err();
+    let message = "the engine sent KV spans cover 3 positions, but 2 come before the token";
+    assert_eq!((error.reason, error.message.as_str()), (Reason::DecodeError, message));
+    assert_eq!((choices[0].tokens(), choices[0].finished()), (0, true));
+}
+
+#[test]
+fn weights_that_are_too_old_are_a_conflict_and_a_lag_an_abort_that_says_why() {
+    let error =
+        EngineError { code: "stale_weights".into(), message: "commit 3 is in force".into(), ..EngineError::default() };
+    let end = EngineCoreOutput { finish_reason: Some(FinishReason::Error), error: Some(error), ..output(&[]) };
+    let refused = Choice::new(0, false).push(end, None, None).unwrap_err();
+    assert_eq!((refused.status(), refused.reason), (409, Reason::StaleWeights));
+    let request = request(&[3], "");
+    let mut choices = request.choices();
+    let end = EngineCoreOutput {
+        finish_reason: Some(FinishReason::Abort),
+        stop_reason: Some(StopReason::Text("stale_weights".into())),
+        ..output(&[7])
+    };
+    choices[0].push(end, Some("A"), Some(1)).unwrap();
+    let choice = &answer(&request, &choices)["choices"][0];
+    assert_eq!((&choice["finish_reason"], &choice["stop_reason"]), (&json!("abort"), &json!("stale_weights")));
+    assert_eq!(choice["weight_commits"], json!([{"commit": 1, "start": 0, "end": 1}]));
 }

@@ -3,6 +3,7 @@
 use rollspan_protocol::{Admission, EngineCoreOutput, FinishReason, LogprobsLists, RoutedExperts, StopReason};
 
 use crate::error::{ApiError, Reason};
+use crate::kv_versions::{KvVersionBuilder, KvVersionSpan, Told, WeightSpan};
 use crate::spans::SpanBuilder;
 
 /// One output sequence. The engine's outputs are pushed; a reader takes everything since its last visit, so that a slow
@@ -14,6 +15,8 @@ pub struct Choice {
     token_ids: Vec<u32>,
     logprobs: LogprobsLists,
     prompt_logprobs: Prompt,
+    prompt_spans: Option<Vec<WeightSpan>>,
+    kv_versions: Option<KvVersionBuilder>,
     routed_experts: Option<Box<RoutedExperts>>,
     spans: SpanBuilder,
     admission: Option<Admission>,
@@ -54,13 +57,19 @@ impl Choice {
     /// Asks for log-probs of the prompt's tokens after the first, `rows` of them.
     pub fn expect_prompt_logprobs(&mut self, rows: usize) {
         self.prompt_logprobs = if rows == 0 { Prompt::Here(Box::default()) } else { Prompt::Expected(rows) };
+        self.prompt_spans = (rows == 0).then(Vec::new);
+    }
+
+    /// Asks for the KV versions behind a prompt of that length.
+    pub fn expect_kv_versions(&mut self, prompt_length: usize) {
+        self.kv_versions = Some(KvVersionBuilder::new(prompt_length));
     }
 
     /// Takes what one step produced; `version` and `commit` are those of the message that it came in.
     ///
     /// # Errors
-    /// The engine failed on the sequence, or log-probs were asked for and did not come. The sequence has then ended, with the
-    /// tokens that it had.
+    /// The engine failed on the sequence, or log-probs or KV spans do not fit the tokens. The sequence has then ended, with
+    /// the tokens that it had.
     pub fn push(
         &mut self,
         output: EngineCoreOutput,
@@ -87,9 +96,13 @@ impl Choice {
         if let Prompt::Expected(rows) = self.prompt_logprobs {
             let found = output.new_prompt_logprobs.as_ref().map(|lists| lists.positions());
             match output.new_prompt_logprobs {
-                Some(lists) if lists.positions() == rows => self.prompt_logprobs = Prompt::Here(lists),
+                Some(lists) if lists.positions() == rows => {
+                    self.prompt_logprobs = Prompt::Here(lists);
+                    let spans = output.prompt_spans;
+                    self.prompt_spans = spans.map(|spans| spans.into_iter().map(WeightSpan::from).collect());
+                }
                 None if count == 0 => {}
-                _ => return Err(self.undecodable(rows, "tokens of the prompt", found.unwrap_or(0))),
+                _ => return Err(self.without_logprobs(rows, "tokens of the prompt", found.unwrap_or(0))),
             }
         }
         if self.wants_logprobs && count > 0 {
@@ -97,11 +110,16 @@ impl Choice {
             let width = output.new_logprobs.as_ref().map_or(0, |lists| lists.width);
             let fits = self.logprobs.positions() == 0 || self.logprobs.width == width;
             if rows != count || !fits {
-                return Err(self.undecodable(count, "tokens", rows));
+                return Err(self.without_logprobs(count, "tokens", rows));
             }
-            if let Some(lists) = output.new_logprobs {
-                self.logprobs.extend(&lists);
-            }
+        }
+        if let Some(builder) = &mut self.kv_versions
+            && let Err(error) = builder.push(version, commit, count, output.kv_spans)
+        {
+            return Err(self.undecodable(format!("the engine sent {error}")));
+        }
+        if let Some(lists) = output.new_logprobs.filter(|_| self.wants_logprobs && count > 0) {
+            self.logprobs.extend(&lists);
         }
         self.token_ids.extend(output.new_token_ids);
         self.spans.push(version, commit, count);
@@ -113,10 +131,14 @@ impl Choice {
         Ok(())
     }
 
-    /// Ends the sequence, as its log-probs do not fit.
-    fn undecodable(&mut self, count: usize, what: &str, rows: usize) -> ApiError {
+    fn without_logprobs(&mut self, count: usize, what: &str, rows: usize) -> ApiError {
+        self.undecodable(format!("the engine sent {count} {what} with {rows} log-probs"))
+    }
+
+    /// Ends the sequence, as what the engine said of it does not fit.
+    fn undecodable(&mut self, message: String) -> ApiError {
         self.finish_reason = Some(FinishReason::Error);
-        ApiError::new(Reason::DecodeError, format!("the engine sent {count} {what} with {rows} log-probs"))
+        ApiError::new(Reason::DecodeError, message)
     }
 
     /// Ends the sequence from outside with what it has; later outputs of the engine are ignored.
@@ -169,6 +191,16 @@ impl Choice {
             Prompt::Here(lists) => Some(lists),
             _ => None,
         }
+    }
+
+    /// Which weights scored the prompt's tokens after the first, by index; with their log-probs, where the engine says it.
+    pub fn prompt_spans(&self) -> Option<&[WeightSpan]> {
+        self.prompt_spans.as_deref()
+    }
+
+    /// Which weights computed the KV of the whole output, when asked for.
+    pub fn kv_versions(&self) -> Option<Told<Vec<KvVersionSpan>>> {
+        self.kv_versions.as_ref().map(|builder| Told(builder.finish(self.tokens())))
     }
 
     /// Which experts the tokens were routed to, when asked for; at the end.

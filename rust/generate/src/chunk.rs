@@ -4,7 +4,8 @@ use rollspan_protocol::FinishReason;
 use serde::Serialize;
 
 use crate::choice::Choice;
-use crate::collected::{AnswerFacts, RootStamp, Stop, Usage, prompt_logprobs};
+use crate::collected::{AnswerFacts, RootStamp, Stop, Usage, prompt_logprobs, prompt_spans};
+use crate::kv_versions::{KvVersionSpan, Told, WeightSpan};
 use crate::logprobs::Objects;
 use crate::npy;
 use crate::prompt_logprobs::PromptLogprobs;
@@ -19,6 +20,8 @@ struct Chunk<'a> {
     prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_weight_commits: Option<Told<&'a [WeightSpan]>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Usage>,
     #[serde(flatten)]
@@ -54,6 +57,8 @@ struct ChoiceEnd<'a> {
     stop_reason: Option<Stop<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     routed_experts: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_versions: Option<Told<Vec<KvVersionSpan>>>,
 }
 
 #[derive(Serialize)]
@@ -110,6 +115,7 @@ impl ChunkWriter {
         } else {
             None
         };
+        let begins = index == 0 && delta.start == 0;
         let continuous = request.stream_options.continuous_usage_stats;
         let chunk = Chunk {
             request_id: &facts.request_id,
@@ -124,10 +130,12 @@ impl ChunkWriter {
                 last: finished.then(|| ChoiceEnd {
                     stop_reason: Stop::of(choice),
                     routed_experts: choice.routed_experts().map(npy::encoded),
+                    kv_versions: choice.kv_versions(),
                 }),
                 spans: spans.map(|spans| ChunkSpans { weight_versions: spans.versions, weight_commits: spans.commits }),
             }],
-            prompt_logprobs: prompt_logprobs(request, choices).filter(|_| index == 0 && delta.start == 0),
+            prompt_logprobs: prompt_logprobs(request, choices).filter(|_| begins),
+            prompt_weight_commits: prompt_spans(choices).filter(|_| begins),
             prompt_token_ids: (first && request.return_token_ids).then_some(&*request.token_ids),
             usage: continuous.then(|| Usage::new(request, self.completion_tokens, choices)),
             last: finished.then(|| {

@@ -3,6 +3,7 @@
 use rollspan_protocol::{FinishReason, StopReason};
 
 use crate::choice::Choice;
+use crate::kv_versions::{KvVersionSpan, Told, WeightSpan};
 use crate::logprobs::Objects;
 use crate::npy;
 use crate::prompt_logprobs::PromptLogprobs;
@@ -100,6 +101,8 @@ struct Answer<'a> {
     weight_commit: Option<u64>,
     prompt_token_ids: Option<&'a [u32]>,
     prompt_logprobs: Option<PromptLogprobs<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_weight_commits: Option<Told<&'a [WeightSpan]>>,
     kv_transfer_params: (),
     ec_transfer_params: (),
     choices: Vec<AnswerChoice<'a>>,
@@ -115,6 +118,8 @@ struct AnswerChoice<'a> {
     routed_experts: Option<String>,
     weight_versions: Option<Vec<VersionSpan>>,
     weight_commits: Option<Vec<CommitSpan>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv_versions: Option<Told<Vec<KvVersionSpan>>>,
 }
 
 impl<'a> AnswerChoice<'a> {
@@ -129,6 +134,7 @@ impl<'a> AnswerChoice<'a> {
             routed_experts: choice.routed_experts().map(npy::encoded),
             weight_versions: spans.versions,
             weight_commits: spans.commits,
+            kv_versions: choice.kv_versions(),
         }
     }
 }
@@ -137,6 +143,12 @@ impl<'a> AnswerChoice<'a> {
 pub(crate) fn prompt_logprobs<'a>(request: &GenerateRequest, choices: &'a [Choice]) -> Option<PromptLogprobs<'a>> {
     let lists = choices.first().and_then(Choice::prompt_logprobs)?;
     Some(PromptLogprobs { lists, top: request.top_prompt_logprobs() })
+}
+
+/// Which weights scored the prompt, beside its log-probs.
+pub(crate) fn prompt_spans(choices: &[Choice]) -> Option<Told<&[WeightSpan]>> {
+    let first = choices.first().filter(|choice| choice.prompt_logprobs().is_some())?;
+    Some(Told(first.prompt_spans()))
 }
 
 /// The JSON body of a collected answer: all sequences of the request, ended, with nothing taken from them.
@@ -162,6 +174,7 @@ pub fn collected(
         weight_commit: stamp.weight_commit,
         prompt_token_ids: request.return_token_ids.then_some(&*request.token_ids),
         prompt_logprobs: prompt_logprobs(request, choices),
+        prompt_weight_commits: prompt_spans(choices),
         kv_transfer_params: (),
         ec_transfer_params: (),
         choices: choices.iter().map(|choice| AnswerChoice::new(choice, top)).collect(),

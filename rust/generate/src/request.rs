@@ -163,6 +163,9 @@ impl GenerateRequest {
         if let (Some(first), Some(_)) = (choices.first_mut(), self.sampling_params.prompt_logprobs) {
             first.expect_prompt_logprobs(self.token_ids.len().saturating_sub(1));
         }
+        if self.provenance.return_kv_versions {
+            choices.iter_mut().for_each(|choice| choice.expect_kv_versions(self.token_ids.len()));
+        }
         choices
     }
 
