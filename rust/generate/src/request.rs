@@ -164,7 +164,9 @@ impl GenerateRequest {
             first.expect_prompt_logprobs(self.token_ids.len().saturating_sub(1));
         }
         if self.provenance.return_kv_versions {
-            choices.iter_mut().for_each(|choice| choice.expect_kv_versions(self.token_ids.len()));
+            for choice in &mut choices {
+                choice.expect_kv_versions(self.token_ids.len());
+            }
         }
         choices
     }
