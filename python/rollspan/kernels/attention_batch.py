@@ -99,6 +99,37 @@ class AttentionBackend(Protocol):
             ``[T, heads, value_dim]`` in the query's dtype, contiguous.
         """
 
+    def attend_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`attend` of what transformers makes: query ``[1, heads, T, head_dim]``, keys and values likewise.
+
+        Returns:
+            ``[1, T, heads, value_dim]``.
+        """
+        query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return self.attend(
+            query,
+            key,
+            value,
+            cache,
+            batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )[None]
+
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU aligned to cache lines, with memory that the system gives page by page on first use."""

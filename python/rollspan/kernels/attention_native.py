@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rollspan.kernels import native
-from rollspan.kernels.attention_batch import AttentionBatch, zeros
+from rollspan.kernels.attention_batch import AttentionBackend, AttentionBatch, zeros
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Head sizes, and the step between them.
@@ -17,7 +17,7 @@ _SMALLEST, _LARGEST, _STEP = 32, 256, 16
 _LAYOUT = "_rollspan_layout"
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """Keys ``[num_blocks, kv_heads, head_dim, block_size]``, values ``[num_blocks, kv_heads, block_size, value_dim]``.
 
     float32, bfloat16 or float16, the cache's type apart from the query's. A row's result has the same bits whatever is
@@ -66,17 +66,43 @@ class NativeAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        # Every microsecond here is spent once for each layer of each step.
+        query, key, value = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        return self.attend_heads(
+            query,
+            key,
+            value,
+            cache,
+            batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )[0]
+
+    def attend_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        # Every microsecond here is spent once for each layer of each step, and every view takes one.
         keys, values = cache
         known = keys.__dict__.get(_LAYOUT)
         layout = known[1] if known is not None and known[0] is values else _layout(keys, values)
-        query_shape, key_shape, value_shape, dtype = query.shape, key.shape, value.shape, query.dtype
-        rows, heads, head_dim = query_shape
+        _, heads, rows, head_dim = query.shape
+        dtype = query.dtype
         kv_heads, value_dim = layout[4], layout[7]
         if (
             head_dim != layout[6]
-            or key_shape != (rows, kv_heads, head_dim)
-            or value_shape != (rows, kv_heads, value_dim)
+            or key.shape != (1, kv_heads, rows, head_dim)
+            or value.shape != (1, kv_heads, rows, value_dim)
             or key.dtype != dtype
             or value.dtype != dtype
         ):
@@ -85,27 +111,38 @@ class NativeAttention:
                 f"query, key and value ({given}) do not fit each other, or a cache of keys {tuple(keys.shape)} and "
                 f"values {tuple(values.shape)}"
             )
-        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-        if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-            query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        _, query_head, query_row, query_last = query.stride()
+        _, key_head, key_row, key_last = key.stride()
+        _, value_head, value_row, value_last = value.stride()
+        if query_last != 1 or key_last != 1 or value_last != 1:
+            return self.attend_heads(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                cache,
+                batch,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+            )
         numbers = batch.layout.get("native") or _numbers(batch, rows)
         if numbers[6] != rows:
             raise ValueError(f"{rows} rows given, but the batch has {numbers[6]}")
         if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
             sinks = sinks.float().contiguous()
-        output = torch.empty((rows, heads, value_dim), dtype=dtype)
+        output = torch.empty((1, rows, heads, value_dim), dtype=dtype)
         native.module().paged_attention(
             (
                 query.data_ptr(),
-                query_strides[0],
-                query_strides[1],
+                query_row,
+                query_head,
                 key.data_ptr(),
-                key_strides[0],
-                key_strides[1],
+                key_row,
+                key_head,
                 value.data_ptr(),
-                value_strides[0],
-                value_strides[1],
+                value_row,
+                value_head,
                 output.data_ptr(),
                 _CODES[dtype],
                 heads,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollspan.kernels.attention_batch import AttentionBatch, zeros
+from rollspan.kernels.attention_batch import AttentionBackend, AttentionBatch, zeros
 
 #: Keys are taken in tiles that start at multiples of this, so that a row's sums do not depend on how long others are.
 TILE = 64
@@ -86,7 +86,7 @@ class _Softmax:
         return self.sums / self.total
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Keys ``[num_blocks, block_size, kv_heads, head_dim]``, values likewise with ``value_dim``; any dtype and device.
 
     Softmax runs online over tiles of 64 keys. Rows are as independent as the rows of ``torch.matmul``: to the bit where

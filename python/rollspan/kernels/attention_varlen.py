@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollspan.kernels.attention_batch import AttentionBatch
+from rollspan.kernels.attention_batch import AttentionBackend, AttentionBatch
 from rollspan.kernels.attention_torch import TorchAttention
 
 #: Pages of torch's own flash attention hold a multiple of this many tokens.
@@ -18,7 +18,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 
 
-class VarlenAttention:
+class VarlenAttention(AttentionBackend):
     """Keys and values ``[num_blocks, block_size, kv_heads, head_dim]``, as :class:`TorchAttention` keeps them.
 
     Always with ``num_splits=1``. Only then are the results right: with keys split among thread blocks, flash attention

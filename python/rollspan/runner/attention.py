@@ -29,22 +29,26 @@ class PagedCache:
     def __init__(self, num_blocks: int, block_size: int, backend: str | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.backends: dict[int, kernels.AttentionBackend] = {}
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, tuple[kernels.AttentionBackend, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._backend = backend
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over the layers that have run."""
-        return sum(t.nbytes for pair in self._layers.values() for t in pair) // self.num_blocks
+        return sum(t.nbytes for _, cache in self._layers.values() for t in cache) // self.num_blocks
+
+    @property
+    def backends(self) -> list[str]:
+        """Names of the backends of the layers that have run."""
+        return sorted({backend.name for backend, _ in self._layers.values()})
 
     def layer(
         self, index: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[kernels.AttentionBackend, tuple[torch.Tensor, torch.Tensor]]:
-        """Backend and cache of a layer whose keys and values look like ``[T, num_kv_heads, head_dim]``."""
-        cache = self._layers.get(index)
-        if cache is None:
-            heads, head_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
+        """Backend and cache of a layer whose keys and values look like ``[1, num_kv_heads, T, head_dim]``."""
+        found = self._layers.get(index)
+        if found is None:
+            heads, head_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
             backend = kernels.select(
                 key.device,
                 dtype=key.dtype,
@@ -56,8 +60,8 @@ class PagedCache:
             cache = backend.allocate(
                 self.num_blocks, self.block_size, heads, head_dim, value_dim, key.dtype, key.device
             )
-            self.backends[index], self._layers[index] = backend, cache
-        return self.backends[index], cache
+            found = self._layers[index] = backend, cache
+        return found
 
 
 class StepContext:
@@ -95,9 +99,8 @@ class StepContext:
             ``[1, T, num_heads, value_head_dim]``.
         """
         assert self.batch is not None, "no step is running"
-        query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
         backend, cache = self.cache.layer(layer, key, value)
-        return backend.attend(
+        return backend.attend_heads(
             query,
             key,
             value,
@@ -107,7 +110,7 @@ class StepContext:
             sliding_window=sliding_window or None,
             softcap=softcap or None,
             sinks=sinks,
-        )[None]
+        )
 
 
 def paged_attention(

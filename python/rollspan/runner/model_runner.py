@@ -25,6 +25,7 @@ logger = logging.getLogger("rollspan.engine")
 
 #: Input ids and positions ``[1, T]`` and rows ``[S]`` in, logits ``[S, vocabulary]`` out.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_NOTHING = contextlib.nullcontext()
 
 
 def _nothing() -> None:
@@ -64,7 +65,8 @@ class ModelRunner:
         self.allocate(num_blocks)
         self._forward: Forward = self._eager
         self._attention: list[str] = []  # backends that the layers chose when they first ran
-        self._mode = InvariantMode() if config.batch_invariant else contextlib.nullcontext()
+        self._mode = InvariantMode() if config.batch_invariant else _NOTHING
+        self._inference = torch.inference_mode()  # making it takes longer than entering it
 
     @property
     def bytes_per_block(self) -> int:
@@ -73,7 +75,7 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the KV cache by an empty one of ``num_blocks`` blocks, the padding block not counted."""
-        self._attention = sorted({backend.name for backend in self._context.cache.backends.values()})
+        self._attention = self._context.cache.backends
         self._num_blocks = num_blocks
         scratch = 0 if self._graphs is None else 1  # for what the padding rows of graphs write
         self._context.cache = PagedCache(num_blocks + 1 + scratch, self._config.block_size)
@@ -104,9 +106,8 @@ class ModelRunner:
         """One forward pass; tokens that are still being sampled are taken from ``pending``."""
         batch = self._builder.build(scheduled, pending)
         self._context.batch = batch.attention
-        slots = batch.attention.slot_mapping
-        recording = contextlib.nullcontext() if self._routing is None else self._routing.recording(slots)
-        with torch.inference_mode(), recording:
+        recording = _NOTHING if self._routing is None else self._routing.recording(batch.attention.slot_mapping)
+        with self._inference, recording:
             logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
         if batch.scored and self._graphs is not None:
             logits = logits.clone()  # scores are read when the next step may have overwritten the results of the graph
