@@ -36,7 +36,8 @@ test: setup ## Run every test: Rust, Python, both frontends, packaging
 
 test-gpu: setup ## Run what needs an NVIDIA GPU: attention and graphs against the model's own, and both measured
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "error: torch finds no NVIDIA GPU")'
-	@$(RUN) pytest tests/unit/kernels/test_attention_varlen.py tests/unit/engine/test_cuda_graphs.py $(PYTEST_ARGUMENTS)
+	@$(RUN) pytest tests/unit/kernels/test_attention_varlen.py tests/unit/engine/test_cuda_graphs.py \
+		tests/unit/engine/test_transfer_cuda.py $(PYTEST_ARGUMENTS)
 	@for flags in "--no-cuda-graphs --no-async-scheduling" --no-async-scheduling --no-cuda-graphs ""; do \
 		echo "== $${flags:-graphs and asynchronous scheduling}"; \
 		rollspan bench throughput --device cuda --dtype bfloat16 $$flags $(BENCH_ARGUMENTS); \

@@ -15,9 +15,10 @@ _TRANSPORTS = {
     "http": ("http", "HttpTransport"),
     "shm": ("shm", "ShmTransport"),
     "distributed": ("distributed", "DistributedTransport"),
+    "cuda_ipc": ("cuda_ipc", "CudaIpcTransport"),
 }
 #: Other names that clients use.
-_ALIASES = {"nccl": "distributed", "gloo": "distributed"}
+_ALIASES = {"nccl": "distributed", "gloo": "distributed", "ipc": "cuda_ipc"}
 
 
 def canonical(name: Any, param: str) -> str:
