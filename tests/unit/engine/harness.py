@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from rollspan.protocol.messages import (
     UtilityOutput,
 )
 from rollspan.sampling_params import SamplingParams
+from rollspan.spans import KvVersionBuilder, KvVersionSpan
 
 Stamp = tuple[str | None, int | None]
 
@@ -31,6 +33,7 @@ Stamp = tuple[str | None, int | None]
 class Result:
     """All that came for one request."""
 
+    prompt_length: int = 0
     token_ids: list[int] = field(default_factory=list)
     stamps: list[Stamp] = field(default_factory=list)
     outputs: list[EngineCoreOutput] = field(default_factory=list)
@@ -42,6 +45,25 @@ class Result:
     def admissions(self) -> list[tuple[str, int]]:
         """Admission stamps, in order of arrival."""
         return [tuple(output.admission) for output in self.outputs if output.admission is not None]
+
+    @property
+    def kv_announced(self) -> list[int]:
+        """Output indexes of the tokens that KV spans came with."""
+        counts = itertools.accumulate((len(output.new_token_ids) for output in self.outputs), initial=0)
+        return [count for count, output in zip(counts, self.outputs, strict=False) if output.kv_spans is not None]
+
+    def kv_versions(self) -> list[KvVersionSpan] | None:
+        """What a frontend makes of the KV spans."""
+        builder = KvVersionBuilder(self.prompt_length)
+        stamps = iter(self.stamps)
+        for output in self.outputs:
+            for number, _ in enumerate(output.new_token_ids):
+                builder.push(*next(stamps), 1, None if number else output.kv_spans)
+        return builder.finish()
+
+    def kv_runs(self) -> list[list[tuple[str | None, int | None, int, int]]]:
+        """(label, commit, start, end) of the positions that the last token of each segment attended to."""
+        return [[tuple(span.values()) for span in segment["kv"]] for segment in self.kv_versions() or []]
 
     def add(self, output: EngineCoreOutput, stamp: Stamp) -> None:
         assert self.finish_reason is None, "an output after the terminal one"
@@ -74,19 +96,23 @@ class Engine:
         self._calls = 0
 
     def add(self, request_id: str, prompt: list[int] | tuple[int, ...], *, client: int = 0, **params: Any) -> Result:
-        """Admits a request, resolved as a frontend does; ``priority`` is the request's, the rest are its params."""
-        priority = params.pop("priority", 0)
+        """Admits a request, resolved as a frontend does.
+
+        ``priority``, ``cache_salt`` and ``provenance`` are the request's, the rest are its sampling parameters.
+        """
+        rest = {name: params.pop(name) for name in ("priority", "cache_salt", "provenance") if name in params}
         params = {"temperature": 0.0, **params}
         resolved = SamplingParams(**params).resolve(
             prompt_length=len(prompt),
             max_model_len=self.hello.limits.max_model_len,
             eos_token_ids=self.hello.model.eos_token_ids,
         )
-        return self.send(EngineCoreRequest(request_id, list(prompt), resolved, client_index=client, priority=priority))
+        return self.send(EngineCoreRequest(request_id, list(prompt), resolved, client_index=client, **rest))
 
     def send(self, request: EngineCoreRequest) -> Result:
         """Admits a request as it is."""
-        result = self.results[_key(request.client_index, request.request_id)] = Result()
+        result = Result(len(request.prompt_token_ids))
+        self.results[_key(request.client_index, request.request_id)] = result
         self.core.add_request(codec.decode_request(codec.encode_request(request)))
         return result
 
@@ -147,6 +173,19 @@ class Engine:
         assert reply.failure is not None, reply
         assert reply.reason is not None, reply
         return reply.reason, reply.failure
+
+    def commit(self, path: object, label: str | None = None) -> None:
+        """Other weights between two steps: whatever is open goes on as it stands when generation does."""
+        self.result_of("pause_generation", "keep", False)
+        self.result_of("start_weight_update")
+        self.commit_open(path, label)
+
+    def commit_open(self, path: object, label: str | None = None) -> None:
+        """The same with an update that is open already."""
+        self.result_of("pause_generation", "keep", False)
+        self.result_of("update_weights", {"path": str(path)})
+        self.result_of("finish_weight_update", label)
+        self.start_call("resume_scheduler")
 
     def parameters(self, name: str) -> list[torch.nn.Parameter]:
         """The parameter of the model in use, to be damaged; a test has no business with it otherwise."""
