@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rollspan.kernels.passes import Node, value
+from rollspan.kernels.recording import Recording
 
 #: Two sizes of each of two dimensions: far apart, so that code which treats small and large inputs in different ways
 #: shows (one row is what decoding a single sequence has); their distances have no common factor, so that what was
@@ -41,7 +41,7 @@ class Trace:
         Raises:
             ValueError: the two traces are not of one piece of code.
         """
-        small, large = (self._record(function, inputs([sizes[i] for sizes in SIZES])) for i in range(2))
+        small, large = (Recording(function, inputs([sizes[i] for sizes in SIZES])) for i in range(2))
         self.graph = large.graph
         self.attributes: dict[str, Any] = {}
         self._placeholders = [node for node in large.graph.nodes if node.op == "placeholder"]
@@ -53,22 +53,16 @@ class Trace:
         for one, other in zip(before, after, strict=True):
             self._twins[one] = other
             if one.op == other.op == "get_attr":
-                self.attributes[str(other.target)] = getattr(large, str(other.target))
-                if getattr(small, str(one.target)) is not self.attributes[str(other.target)]:
-                    self._compare_constants(getattr(small, str(one.target)), self.attributes[str(other.target)])
+                name = str(other.target)
+                self.attributes[name] = large.attributes[name]
+                if small.attributes[str(one.target)] is not self.attributes[name]:
+                    self._compare_constants(small.attributes[str(one.target)], self.attributes[name])
                 continue
             if one.op != other.op or (one.target != other.target and one.op == "call_function"):
                 raise ValueError(f"its code calls {other.target} instead of {one.target} when there are more rows")
             other.args = self._merge(one.args, other.args)
             other.kwargs = self._merge(one.kwargs, other.kwargs)
             other.meta["ragged"] = self._is_ragged(one, other)
-
-    @staticmethod
-    def _record(function: Callable[..., torch.Tensor], inputs: Sequence[Any]) -> fx.GraphModule:
-        with torch.no_grad():
-            traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, pre_dispatch=True)(*inputs)
-        traced.graph.eliminate_dead_code()
-        return traced
 
     @staticmethod
     def _compare_constants(one: torch.Tensor, other: torch.Tensor) -> None:
