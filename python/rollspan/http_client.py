@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -19,6 +20,7 @@ import h11
 _READ_BYTES = 65536
 _MAX_HEADER_BYTES = 65536
 _JSON_TYPE = ("Content-Type", "application/json")
+_WRITE_BYTES = 1 << 20
 
 
 class HttpError(Exception):
@@ -46,11 +48,26 @@ class HttpError(Exception):
         return cls(str(error.get("message", error)), status=status, reason=str(error.get("reason", f"http_{status}")))
 
 
+@dataclass(frozen=True)
+class Content:
+    """A body that is no JSON: pieces of bytes, which are sent without being joined, and headers that describe it."""
+
+    pieces: Sequence[memoryview]
+    headers: Sequence[tuple[str, str]] = ()
+
+    @classmethod
+    def of(cls, body: Any) -> Content:
+        """``body`` itself when it is content, else its JSON; None is empty."""
+        if isinstance(body, Content):
+            return body
+        return cls(()) if body is None else cls((memoryview(json.dumps(body).encode()),), (_JSON_TYPE,))
+
+
 class HttpClient:
     """Client of one server; connections are kept open and used again, as many as there are requests at once."""
 
-    def __init__(self, url: str) -> None:
-        """``url`` is the server's root, like ``http://127.0.0.1:8000``.
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        """``url`` is the server's root, like ``http://127.0.0.1:8000``; ``api_key`` goes with each request.
 
         Raises:
             ValueError: it is no such URL.
@@ -58,6 +75,8 @@ class HttpClient:
         self._url = _split_url(url)
         self._idle: list[_Connection] = []
         self._headers = [("Host", self._url.netloc.rpartition("@")[2]), ("User-Agent", "rollspan")]
+        if api_key is not None:
+            self._headers.append(("Authorization", f"Bearer {api_key}"))
 
     async def __aenter__(self) -> HttpClient:
         return self
@@ -68,6 +87,8 @@ class HttpClient:
 
     async def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return the decoded JSON answer (None for an empty one).
+
+        ``body`` is sent as JSON, or as it is where it is a :class:`Content`.
 
         Raises:
             HttpError: any status but 2xx, an answer that is no JSON, or no answer.
@@ -109,10 +130,9 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _exchange(self, method: str, path: str, body: Any) -> AsyncIterator[_Connection]:
-        content = b"" if body is None else json.dumps(body).encode()
-        headers = [*self._headers, ("Content-Length", str(len(content)))]
-        if content:
-            headers.append(_JSON_TYPE)
+        content = Content.of(body)
+        length = sum(len(piece) for piece in content.pieces)
+        headers = [*self._headers, ("Content-Length", str(length)), *content.headers]
         request = h11.Request(method=method, target=self._url.path.rstrip("/") + path, headers=headers)
         connection: _Connection | None = None
         try:
@@ -129,7 +149,7 @@ class HttpClient:
             elif connection is not None:
                 connection.close()
 
-    async def _send(self, request: h11.Request, content: bytes) -> _Connection:
+    async def _send(self, request: h11.Request, content: Content) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -164,11 +184,18 @@ class _Connection:
         context = ssl.create_default_context() if secure else None
         return cls(*await asyncio.open_connection(url.hostname, port, ssl=context))
 
-    async def send(self, request: h11.Request, content: bytes) -> None:
+    async def send(self, request: h11.Request, content: Content) -> None:
         """Send the request and wait for the answer's headers; sets ``status``."""
-        pieces = [self._state.send(request), self._state.send(h11.Data(data=content))]
-        pieces.append(self._state.send(h11.EndOfMessage()))
-        self._writer.write(b"".join(piece for piece in pieces if piece))
+        head = self._state.send(request) or b""
+        for piece in content.pieces:
+            for start in range(0, len(piece), _WRITE_BYTES):
+                part = piece[start : start + _WRITE_BYTES]
+                self._state.send_with_data_passthrough(h11.Data(data=part))  # counts the bytes; they need no framing
+                self._writer.write(b"".join((head, part)) if head else part)
+                head = b""
+                await self._writer.drain()
+        self._state.send(h11.EndOfMessage())
+        self._writer.write(head)
         await self._writer.drain()
         event = await self._next_event()
         while not isinstance(event, h11.Response):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollspan.http_client import HttpClient, HttpError
+from rollspan.http_client import Content, HttpClient, HttpError
 from support.scripted_http import Pieces, answer, event_stream, scripted_server
 
 
@@ -40,6 +40,27 @@ async def test_an_empty_answer_is_none() -> None:
     respond = lambda *_: [b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]  # noqa: E731
     async with scripted_server(respond) as server, HttpClient(server.url) as client:
         assert await client.request("POST", "/abort_requests") is None
+
+
+async def test_pieces_of_bytes_are_one_body_with_its_own_headers_and_the_key_goes_with_it() -> None:
+    received = bytearray()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.extend(await reader.readuntil(b"\r\n\r\n"))
+        received.extend(await reader.readexactly(3_000_006))
+        writer.write(answer(None)[0])
+        writer.close()
+
+    pieces = [memoryview(b"ab"), memoryview(b""), memoryview(b"c" * 3_000_000), memoryview(b"defg")]
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with HttpClient(f"http://127.0.0.1:{port}", api_key="k") as client:
+            assert await client.request("PUT", "/x", Content(pieces, [("Content-Range", "bytes 0-1/2")])) is None
+    head, _, body = bytes(received).partition(b"\r\n\r\n")
+    assert body == b"ab" + b"c" * 3_000_000 + b"defg"
+    lines = head.decode().lower().split("\r\n")
+    assert {"content-length: 3000006", "content-range: bytes 0-1/2", "authorization: bearer k"} <= set(lines)
+    assert not any(line.startswith("content-type") for line in lines)
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
