@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use rollspan_engine_client::mock::{MockEngine, MockLink, hello};
+use rollspan_protocol::UtilityFailure;
 use rollspan_server::Options;
 use serde_json::{Value, json};
 use server_support::{Answer, Server, in_time};
@@ -212,6 +213,23 @@ async fn the_engine_reads_an_upload_once_it_is_complete_and_then_it_is_gone() {
     assert_eq!(in_time(asked.answer()).await.json(), json!({"message": "Weights updated"}));
     assert_eq!(spooled.get().await.status, 404);
     assert_eq!(fs::read_dir(spooled.spool.path()).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn files_that_an_engine_has_used_up_in_vain_are_missing() {
+    let mut spooled = Spooled::with(|_| {}).await;
+    spooled.put(FILE, b"hello world", &[]).await;
+    let body = json!({"update_info": {"upload": "u1"}});
+    let asked = spooled.server.send("POST", "/update_weights", body.to_string().as_bytes()).await;
+    let call = in_time(spooled.link.call()).await;
+    fs::remove_file(spooled.spool.path().join("u1/model.safetensors")).unwrap();
+    let failure = UtilityFailure { message: "no".to_owned(), reason: Some("weights_invalid".to_owned()) };
+    spooled.link.answer(call.call_id, Err(failure)).await;
+    assert_eq!(in_time(asked.answer()).await.failure(), (400, "weights_invalid".to_owned()));
+    let refused = in_time(spooled.server.ask("POST", "/update_weights", &body)).await;
+    assert_eq!(refused.failure(), (409, "upload_incomplete".to_owned()));
+    assert_eq!(spooled.get().await.json()["files"]["model.safetensors"]["received"], json!([]));
+    assert_eq!(spooled.put_range(b"hello", 0, 11).await.json()["received"], json!([[0, 5]]));
 }
 
 #[tokio::test]

@@ -93,6 +93,13 @@ class Upload:
     files: dict[str, UploadedFile] = field(default_factory=dict)
     readers: int = 0
 
+    def forget_lost(self) -> None:
+        """Forgets files that are not there any more: an engine may have used them up in an update that failed."""
+        for file in () if self.readers else self.files.values():
+            whole = not file.writing and file.received.missing(file.total) is None
+            if whole and not file.path.exists():
+                file.received = ByteRanges()
+
     def check_unread(self) -> None:
         """Refuses changes while the engine reads the files.
 
@@ -150,6 +157,7 @@ class Spool:
         upload = self._uploads.get(check_upload_name(name))
         if upload is None:
             raise RollspanError(f"upload {name} does not exist", reason="not_found", param="upload")
+        upload.forget_lost()
         return upload
 
     def open(self, name: str) -> Upload:
@@ -167,6 +175,7 @@ class Spool:
             directory.mkdir(mode=0o700)
             upload = self._uploads[name] = Upload(name, directory, time.monotonic())
         upload.check_unread()
+        upload.forget_lost()
         upload.touched = time.monotonic()
         return upload
 
@@ -202,6 +211,7 @@ class Spool:
         upload = self._uploads.get(check_upload_name(name, path))
         if upload is None:
             raise RollspanError(f"upload {name} does not exist", reason="upload_incomplete", param=path)
+        upload.forget_lost()
         upload.check_complete(path)
         upload.readers += 1
         try:

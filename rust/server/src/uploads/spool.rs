@@ -96,6 +96,7 @@ impl Spool {
         let announced = state.announced();
         let upload = state.uploads.get_mut(name).ok_or_else(|| deleted(name))?;
         upload.check_unread(name)?;
+        upload.forget_lost(&self.directory.join(name));
         upload.touched = Instant::now();
         let (range, total) = (part.range(), part.total());
         let known = upload.files.get(file);
@@ -184,9 +185,12 @@ impl Spool {
     /// There is no such upload.
     pub fn describe(&self, name: &str) -> Result<Value, ApiError> {
         check_upload_name(&name.into(), "upload")?;
-        let state = self.state();
+        let mut state = self.state();
         let absent = || ApiError::new(Reason::NotFound, format!("upload {name} does not exist")).with_param("upload");
-        let upload = state.uploads.get(name).ok_or_else(absent)?;
+        let upload = state.uploads.get_mut(name).ok_or_else(absent)?;
+        if upload.readers == 0 {
+            upload.forget_lost(&self.directory.join(name));
+        }
         let files: Map<_, _> = upload.files.iter().map(|(name, file)| (name.clone(), file.to_json())).collect();
         Ok(json!({"upload": name, "files": files}))
     }
@@ -200,6 +204,9 @@ impl Spool {
         let mut state = self.state();
         let absent = || incomplete(format!("upload {name} does not exist"), path);
         let upload = state.uploads.get_mut(name).ok_or_else(absent)?;
+        if upload.readers == 0 {
+            upload.forget_lost(&self.directory.join(name));
+        }
         upload.check_complete(name, path)?;
         upload.readers += 1;
         Ok(Reading { spool: Arc::clone(self), upload: name.to_owned() })

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 use std::time::Instant;
 
 use rollspan_generate::{ApiError, Reason};
@@ -46,6 +47,16 @@ impl UploadedFile {
 impl Upload {
     pub fn new(id: u64) -> Self {
         Self { id, touched: Instant::now(), readers: 0, files: BTreeMap::new() }
+    }
+
+    /// Forgets files that are not in `directory` any more: an engine may have used them up in an update that failed.
+    pub fn forget_lost(&mut self, directory: &Path) {
+        for (name, file) in &mut self.files {
+            if file.whole && !directory.join(name).exists() {
+                file.received = ByteRanges::default();
+                file.whole = false;
+            }
+        }
     }
 
     /// Refuses changes while the engine reads the files.
