@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rollspan.errors import RollspanError, check_label, shown
-from rollspan.sampling_rules import is_int
+from rollspan.sampling_rules import is_int, is_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
+WEIGHT_UPDATE_MODES = ("staged", "in_place")
+WEIGHT_TRANSFER_BACKENDS = ("disk", "http", "shm", "distributed", "nccl", "gloo", "cuda_ipc", "ipc")
 
 
 def _option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -60,16 +62,33 @@ class EngineConfig:
     enable_return_routed_experts: bool = _option(False, "keep which experts computed each token, for requests that ask")
     weight_version: str | None = _option(None, "label of the weights at start (default: the label 'default')")
     weights_root: str | None = _option(None, "directory under which weight updates may be read (none: updates refused)")
+    weight_update_mode: str = _option(
+        "staged",
+        "receive an update beside the weights in use, which takes the memory of one more copy, or over them, during a "
+        "pause, where a failure leaves weights that only a complete update mends; an update may say otherwise",
+        choices=WEIGHT_UPDATE_MODES,
+    )
+    weight_update_timeout: float = _option(
+        600.0, "seconds without progress after which an open weight update is dropped"
+    )
+    weight_transfer_backend: str = _option(
+        "disk", "how weights come when an update does not say", choices=WEIGHT_TRANSFER_BACKENDS
+    )
+    weights_spool: str | None = _option(None, "private directory that uploads of weights are read from", hidden=True)
+    require_weight_version: bool = _option(
+        False, "generate nothing before the weights have been named by an update or by /update_weight_version"
+    )
     num_threads: int | None = _option(None, "compute threads (default: physical cores minus one, at least 1)")
     seed: int | None = _option(None, "seed for requests that bring none (default: a random one for each)")
     engine_index: int = _option(0, "rank of this engine", hidden=True)
+    num_engines: int = _option(1, "engines in its set", hidden=True)
 
     def __post_init__(self) -> None:
-        for name in ("model", "weights_root"):
+        for name in ("model", "weights_root", "weights_spool"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         self._check("model", isinstance(self.model, str), "the path of a directory")
-        for name in ("served_model_name", "weights_root"):
+        for name in ("served_model_name", "weights_root", "weights_spool"):
             value = getattr(self, name)
             self._check(name, value is None or (isinstance(value, str) and value != ""), "a string that is not empty")
         for name, low in (
@@ -77,9 +96,16 @@ class EngineConfig:
             ("block_size", 1),
             ("max_logprobs", 0),
             ("engine_index", 0),
+            ("num_engines", 1),
         ):
             self._check(name, is_int(getattr(self, name), low, 2**63 - 1), f"an integer of at least {low}")
-        for name in ("enable_prefix_caching", "cuda_graphs", "batch_invariant", "enable_return_routed_experts"):
+        for name in (
+            "enable_prefix_caching",
+            "cuda_graphs",
+            "batch_invariant",
+            "enable_return_routed_experts",
+            "require_weight_version",
+        ):
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
         self._check("async_scheduling", self.async_scheduling in (None, True, False), "true or false")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_threads"):
@@ -89,8 +115,15 @@ class EngineConfig:
         self._check("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), f"an integer from 0 to {2**63 - 1}")
         enough = self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_num_seqs
         self._check("max_num_batched_tokens", enough, f"at least max_num_seqs ({self.max_num_seqs})")
-        self._check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        self._check("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}")
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("weight_update_mode", WEIGHT_UPDATE_MODES),
+            ("weight_transfer_backend", WEIGHT_TRANSFER_BACKENDS),
+        ):
+            self._check(name, getattr(self, name) in allowed, f"one of {', '.join(allowed)}")
+        positive = is_number(self.weight_update_timeout) and self.weight_update_timeout > 0
+        self._check("weight_update_timeout", positive, "a number of seconds above 0")
         kind, _, number = str(self.device).partition(":")
         device_ok = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isascii() and number.isdigit())
         self._check("device", device_ok, "auto, cpu, cuda or cuda:N")

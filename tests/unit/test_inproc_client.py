@@ -51,6 +51,9 @@ class ScriptedCore:
     def has_work(self) -> bool:
         return bool(self.script)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """There is nobody to wait for: each step has an answer, or counts as one of those that have none yet."""
+
     def step(self) -> list[tuple[int, EngineCoreOutputs]]:
         messages = [(0, batch(*self.script.pop(0)(self.requests)))] if self.script else []
         if self.delayed_replies:

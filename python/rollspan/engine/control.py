@@ -1,14 +1,17 @@
-"""Control: the utility calls of PROTOCOL.md (pause, weights, cache, facts), run between two steps."""
+"""Control: the utility calls of PROTOCOL.md (pause, weights, sleep, cache, facts), run between two steps."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rollspan.engine.pause import Pause
 from rollspan.engine.scheduler import PauseState
+from rollspan.engine.sleep import Sleep
+from rollspan.engine.weight_check import check_weights
 from rollspan.errors import RollspanError, shown
 from rollspan.protocol import messages as m
 
@@ -19,57 +22,79 @@ logger = logging.getLogger("rollspan.engine")
 
 
 class Control:
-    """Runs the calls of frontends on an EngineCore and answers each exactly once, at once or (pause "wait") later."""
+    """Runs the calls of frontends on an EngineCore and answers each exactly once.
+
+    A method that returns a future is answered when that is done; other calls and steps go on meanwhile.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._scheduler = core.scheduler
-        self._weights = core.weights
-        self._draining: tuple[int, m.UtilityCall, bool] | None = None
+        self._pause = Pause(core)
+        weights = self._weights = core.weights
+        sleep = Sleep(core, self._pause)
+        self._open: list[tuple[int, m.UtilityCall, Future[Any]]] = []
         self._methods: dict[str, Callable[..., Any]] = {
-            "resume_scheduler": self._resume,
+            "pause_generation": self._pause.hold,
+            "resume_scheduler": self._pause.resume,
             "is_scheduler_paused": lambda: self._scheduler.pause_state is not PauseState.UNPAUSED,
-            "get_weight_version": lambda: self._weights.label,
-            "get_weight_commit": lambda: self._weights.commit,
-            "set_weight_version": self._weights.set_label,
-            "start_weight_update": self._weights.start,
-            "update_weights": self._weights.update,
-            "finish_weight_update": self._finish_weight_update,
+            "get_weight_version": lambda: weights.label,
+            "get_weight_commit": lambda: weights.commit,
+            "get_weight_digest": weights.digest_known,
+            "get_weight_history": weights.describe,
+            "set_weight_version": weights.set_label,
+            "init_weight_transfer_engine": weights.init,
+            "shutdown_weight_transfer_engine": weights.shut_down_transfer,
+            "start_weight_update": lambda options=None: weights.start(options, quiet=self._pause.quiet),
+            "update_weights": weights.update,
+            "prepare_weight_update": weights.prepare,
+            "finish_weight_update": weights.finish,
+            "abort_weight_update": weights.abort,
+            "check_weights": lambda action, baseline=None: check_weights(
+                weights, action, baseline, quiet=self._pause.quiet
+            ),
+            "sleep": sleep.fall_asleep,
+            "wake_up": sleep.wake_up,
+            "is_sleeping": lambda: sleep.asleep,
             "reset_prefix_cache": self._reset_prefix_cache,
             "server_info": core.facts,
         }
 
-    @property
-    def drained(self) -> bool:
-        """True when a pause that waits can be answered now."""
-        return self._draining is not None and self._scheduler.drained
+    def has_work(self) -> bool:
+        """True when :meth:`before_step` or :meth:`after_step` has something to do."""
+        return self._weights.due() or self._pause.drained or any(future.done() for _, _, future in self._open)
 
     def call(self, client_index: int, call: m.UtilityCall) -> None:
         """Runs a method of PROTOCOL.md's table; its answer goes to the core's outbox."""
-        if not call.method.startswith(("get_", "is_")):
+        changes = not call.method.startswith(("get_", "is_"))
+        if changes:
             self._core.drain()
-        if call.method == "pause_generation":
-            self._pause(client_index, call)
-        elif call.method not in self._methods:
-            unknown = RollspanError(f"unknown method {shown(call.method)}", reason="unknown_method")
-            self.refuse(client_index, call, unknown)
-        else:
-            self._reply(client_index, call, lambda: self._run_method(call))
-            if not call.method.startswith(("get_", "is_")):
-                self._core.report()
+        self._answer(client_index, call, lambda: self._run_method(call))
+        if changes:
+            self._core.report()
 
     def refuse(self, client_index: int, call: m.UtilityCall, error: RollspanError) -> None:
         """Answers a call that cannot be run."""
-        self._reply(client_index, call, lambda: _raise(error))
+        self._answer(client_index, call, lambda: _raise(error))
+
+    def before_step(self) -> None:
+        """Goes on with what was asked of the weights; a commit takes place in here."""
+        if self._weights.due():
+            self._weights.poll()
 
     def after_step(self) -> None:
-        """Answers the pause that waits, once nothing runs any more."""
-        if self._draining is not None and self._scheduler.drained:
-            client_index, call, clear_cache = self._draining
-            self._draining = None
-            self._reply(client_index, call, lambda: self._clear(clear_cache))
+        """Answers what has been done meanwhile."""
+        self._pause.after_step()
+        if not self._open:
+            return
+        done = [entry for entry in self._open if entry[2].done()]
+        self._open = [entry for entry in self._open if not entry[2].done()]
+        for client_index, call, future in done:
+            self._answer(client_index, call, future.result)
 
     def _run_method(self, call: m.UtilityCall) -> Any:
+        if call.method not in self._methods:
+            raise RollspanError(f"unknown method {shown(call.method)}", reason="unknown_method")
         method = self._methods[call.method]
         try:
             inspect.signature(method).bind(*call.args)
@@ -78,9 +103,13 @@ class Control:
             raise RollspanError(text, reason="invalid_request") from None
         return method(*call.args)
 
-    def _reply(self, client_index: int, call: m.UtilityCall, work: Callable[[], Any]) -> None:
+    def _answer(self, client_index: int, call: m.UtilityCall, work: Callable[[], Any]) -> None:
         try:
-            reply = m.UtilityOutput(call.call_id, result=work())
+            result = work()
+            if isinstance(result, Future) and not result.done():
+                self._open.append((client_index, call, result))
+                return
+            reply = m.UtilityOutput(call.call_id, result=result.result() if isinstance(result, Future) else result)
         except RollspanError as error:
             reply = m.UtilityOutput(call.call_id, failure=error.message, reason=error.reason)
         except Exception as error:
@@ -89,60 +118,11 @@ class Control:
             reply = m.UtilityOutput(call.call_id, failure=text, reason="internal_error")
         self._core.send(client_index, None, utility_output=reply)
 
-    def _pause(self, client_index: int, call: m.UtilityCall) -> None:
-        args = [*call.args, *["abort", True][len(call.args) :]]
-        mode, clear_cache = args[:2]
-        if len(args) > 2 or mode not in ("abort", "wait", "keep") or not isinstance(clear_cache, bool):
-            wrong = RollspanError(
-                f"mode must be abort, wait or keep and clear_cache true or false, got {shown(call.args)}",
-                reason="invalid_request",
-                param="mode",
-            )
-            self.refuse(client_index, call, wrong)
-            return
-        self._supersede_drain()
-        keep = mode == "keep"
-        self._scheduler.pause_state = PauseState.PAUSED_ALL if keep else PauseState.PAUSED_NEW
-        if mode == "abort":
-            self._core.abort_all()
-        if mode == "wait" and not self._scheduler.drained:
-            self._draining = (client_index, call, clear_cache)
-        else:
-            self._reply(client_index, call, lambda: self._clear(clear_cache))
-        self._core.report()
-
-    def _clear(self, clear_cache: bool) -> None:
-        if clear_cache:
-            self._scheduler.preempt_all()
-
-    def _supersede_drain(self) -> None:
-        if self._draining is not None:
-            client_index, call, _ = self._draining
-            self._draining = None
-            error = RollspanError(
-                "another pause or resume came before the running requests ended", reason="pause_superseded"
-            )
-            self.refuse(client_index, call, error)
-
-    def _resume(self) -> None:
-        self._supersede_drain()
-        self._scheduler.pause_state = PauseState.UNPAUSED
-
     def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self._scheduler.preempt_all()
         self._scheduler.pool.reset()
         return True
-
-    def _finish_weight_update(self, label: str | None = None) -> dict[str, Any]:
-        started, before = time.monotonic(), self._weights.commit
-        label, commit = self._weights.finish(label)
-        if commit != before:
-            self._core.weights_changed()
-        logger.info(
-            "weights %r in force, commit %d, swapped in %.1f ms", label, commit, 1e3 * (time.monotonic() - started)
-        )
-        return {"weight_version": label, "weight_commit": commit}
 
 
 def _raise(error: RollspanError) -> None:

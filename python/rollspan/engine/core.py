@@ -23,6 +23,7 @@ from rollspan.engine.request import Request, RequestStatus, Stamp
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
 from rollspan.engine.weights import WeightManager
+from rollspan.engine.worker import Bell, Worker
 from rollspan.errors import RollspanError, shown
 from rollspan.kernels import native
 from rollspan.protocol import messages as m
@@ -98,9 +99,8 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching and self._placement.shares_blocks,
         )
         self._sampler = Sampler(raw_logprobs=config.logprobs_mode == "raw", exact_logprobs=config.batch_invariant)
-        self.weights = WeightManager(
-            model, label=config.weight_version, root=config.weights_root, after_swap=self._runner.after_commit
-        )
+        self.bell = Bell()
+        self.weights = WeightManager(model, config, Worker(self.bell), self._runner, self)
         self._arrivals = 0
         self._outbox: list[Addressed] = []
         self._clients = {0}
@@ -133,6 +133,7 @@ class EngineCore:
             pid=os.getpid(),
             engine_index=self.config.engine_index,
             paused=self.scheduler.pause_state is not PauseState.UNPAUSED,
+            weight_state=self.weights.state,
         )
 
     # Requests
@@ -141,16 +142,27 @@ class EngineCore:
         """True when :meth:`step` has something to run or to deliver."""
         if self._outbox or self._in_flight is not None:
             return True
-        return self._control.drained or self.scheduler.has_work()
+        return self._control.has_work() or (self.weights.runnable and self.scheduler.has_work())
 
     def next_deadline(self) -> float | None:
         """When :meth:`step` has something to do though nothing arrives, in seconds of the monotonic clock."""
-        return self._bounds.next_deadline()
+        return min(filter(None, (self._bounds.next_deadline(), self.weights.deadline)), default=None)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until :meth:`step` may have something to do, at most so many seconds; for whoever owns this thread."""
+        if self.has_work():
+            return
+        deadline = self.next_deadline()
+        if deadline is not None:
+            left = max(0.0, deadline - time.monotonic())
+            timeout = left if timeout is None else min(timeout, left)
+        self.bell.wait(timeout)
 
     def facts(self) -> dict[str, Any]:
         """What ``server_info`` tells: the runner, the model and the configuration."""
         return {
             **self._runner.facts(),
+            "weight_staging_bytes": self.weights.staging_bytes,
             "dtype": self._model_facts.dtype,
             "device": self._model_facts.device,
             "architecture": self._model_facts.architecture,
@@ -161,6 +173,7 @@ class EngineCore:
     def add_request(self, message: m.EngineCoreRequest) -> None:
         """Admits a request under the weights now in force, or answers with a terminal error output."""
         try:
+            self.weights.check_ready()
             if self.scheduler.pause_state is PauseState.PAUSED_NEW:
                 raise RollspanError("generation is paused: try again after it is resumed", reason="engine_paused")
             if message.request_id in self.scheduler.requests or message.request_id in self._bounds:
@@ -238,6 +251,19 @@ class EngineCore:
             request.client_index, request.request_id, None, request.admission, stop_reason=stop_reason
         )
 
+    def release_memory(self, *, weights: bool) -> None:
+        """Forgets all keys and values and gives their memory back, and that of what is derived from the weights."""
+        self.scheduler.preempt_all()
+        self._runner.release(weights=weights)
+
+    def weights_change(self) -> None:
+        """A commit is about to take place: what was launched before is collected."""
+        self.drain()
+
+    def weights_dropped(self) -> None:
+        """An update has come to nothing."""
+        self.report()
+
     def weights_changed(self) -> None:
         """A commit has taken place: what was computed with the old weights is theirs.
 
@@ -250,6 +276,7 @@ class EngineCore:
             self._abort(request, STALE)
         for held in self._bounds.take_admissible(commit):
             self._enter(held.message, held.structure)
+        self.report()
 
     def call_utility(self, client_index: int, call: m.UtilityCall) -> None:
         """Runs a method of PROTOCOL.md's table; the next step delivers its answer (pause "wait": a later one)."""
@@ -263,7 +290,8 @@ class EngineCore:
 
     def step(self) -> list[Addressed]:
         """Runs one step and returns the messages that it and everything since the last one produced."""
-        launched = self._launch()
+        self._control.before_step()
+        launched = self._launch() if self.weights.runnable else None
         if self._asynchronous:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
@@ -395,7 +423,7 @@ class EngineCore:
     def report(self) -> None:
         """Tells every frontend the state: load, pause, label and commit."""
         self._last_stats = time.monotonic()
-        stats = scheduler_stats(self.scheduler, len(self._bounds))
+        stats = scheduler_stats(self.scheduler, self.weights, len(self._bounds))
         for client_index in self._clients:
             self.send(client_index, self.weights.stamp, scheduler_stats=stats)
 
@@ -426,9 +454,16 @@ class EngineCore:
         self.send(client_index, None, outputs=[output], finished_requests=[request_id])
 
 
-_KNOWN_CODES = ("engine_paused", "duplicate_request_id", "prompt_too_long", "stale_weights", "queue_full")
 #: The same request may succeed later.
-_PASSING_CODES = ("engine_paused", "stale_weights", "queue_full")
+_PASSING_CODES = (
+    "engine_paused",
+    "stale_weights",
+    "queue_full",
+    "engine_sleeping",
+    "weights_inconsistent",
+    "weights_undeclared",
+)
+_KNOWN_CODES = (*_PASSING_CODES, "duplicate_request_id", "prompt_too_long")
 
 
 def _no_token(step: Launched, row: int) -> m.EngineError:

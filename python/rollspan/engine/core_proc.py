@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,12 @@ _ACCEPT_RETRY_SECONDS = 0.1
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 
 
+class _Ring(Enum):
+    """Stands in the inbox for the core's bell: it may have something to do."""
+
+    RING = "ring"
+
+
 class StopSignalError(Exception):
     """SIGINT or SIGTERM arrived."""
 
@@ -44,7 +51,7 @@ class EngineProcess:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inbox: queue.SimpleQueue[Said | socket.socket | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Said | socket.socket | _Ring | None] = queue.SimpleQueue()
         self._links: dict[int, Link] = {}
         self._greeted: set[int] = set()
         self._next_index = 0
@@ -62,6 +69,7 @@ class EngineProcess:
         Raises:
             StopSignalError: SIGINT or SIGTERM.
         """
+        core.bell.redirect(lambda: self._inbox.put(_Ring.RING))
         core.remove_client(0)  # the core's default for in-process use: here nobody is told anything before a hello
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
         while True:
@@ -94,6 +102,8 @@ class EngineProcess:
             block = False
             if item is None:
                 raise StopSignalError
+            if item is _Ring.RING:
+                continue
             if isinstance(item, socket.socket):
                 self._links[self._next_index] = Link(item, self._next_index, self._inbox.put)
                 self._next_index += 1

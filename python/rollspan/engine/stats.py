@@ -7,13 +7,14 @@ from typing import Any
 
 from rollspan.engine.request import Request
 from rollspan.engine.scheduler import PauseState, PrefixCacheStats, Scheduler
+from rollspan.engine.weight_state import WeightState
 
 
-def scheduler_stats(scheduler: Scheduler, held: int = 0) -> dict[str, Any]:
+def scheduler_stats(scheduler: Scheduler, weights: WeightState, held: int = 0) -> dict[str, Any]:
     """State of the scheduler now, and what its prefix cache did since the last call.
 
-    ``held`` more requests wait outside it. ``kv_cache_usage`` is a share from 0 to 1; ``paused`` and
-    ``num_preemptions`` (since the start) are our own keys.
+    ``held`` more requests wait outside it. ``kv_cache_usage`` is a share from 0 to 1; ``paused``, ``num_preemptions``
+    (since the start) and what is about ``weights`` are our own keys.
     """
     prefix, scheduler.prefix_stats = scheduler.prefix_stats, PrefixCacheStats()
     return {
@@ -37,6 +38,9 @@ def scheduler_stats(scheduler: Scheduler, held: int = 0) -> dict[str, Any]:
         "perf_stats": None,
         "paused": scheduler.pause_state is not PauseState.UNPAUSED,
         "num_preemptions": scheduler.num_preemptions,
+        "weight_state": weights.state,
+        "weight_updates": {"success": weights.history.successes, "failure": weights.history.failures},
+        "weight_update_seconds": weights.history.last_seconds,
     }
 
 

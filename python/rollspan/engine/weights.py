@@ -1,77 +1,278 @@
-"""WeightManager: the only writer of weights, label and commit number. Everything here runs between two steps."""
+"""WeightManager: the only writer of weights, label and commit; a commit is between two steps, the rest beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from rollspan.engine.request import Stamp
-from rollspan.engine.transfer import disk
+from rollspan.config import EngineConfig
+from rollspan.engine.connection import Connection
+from rollspan.engine.history import Commit
+from rollspan.engine.operations import Operation, Operations
+from rollspan.engine.parameters import Parameters
+from rollspan.engine.staging import Derived, Staging, Ticket, WeightDigest
+from rollspan.engine.transfer.base import TransferContext
+from rollspan.engine.update import Update
+from rollspan.engine.update_options import FinishOptions, start_mode
+from rollspan.engine.weight_state import WeightState
+from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError, check_label
-from rollspan.runner.checkpoint_names import CheckpointNames
 
-DEFAULT_LABEL = "default"
-
-
-def _invalid(message: str) -> RollspanError:
-    return RollspanError(message, reason="weights_invalid", param="update_info")
+T = TypeVar("T")
+#: Seconds that a transfer which makes no progress has beyond the limit, to say by itself what keeps it.
+_GRACE = 2.0
 
 
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+class Surroundings(Protocol):
+    """What has to know of commits: the engine."""
+
+    def weights_change(self) -> None:
+        """Other weights are about to come into force."""
+
+    def weights_changed(self) -> None:
+        """Other weights are in force."""
+
+    def weights_dropped(self) -> None:
+        """An update has come to nothing."""
 
 
-class WeightManager:
+class WeightManager(WeightState):
     """Stages an update beside the weights in use and publishes it as a whole.
 
-    An update is ``start``, one or more ``update``, ``finish``. Until ``finish`` has verified that every parameter of
-    the model was received, nothing of the model changes; any failure drops the staging area and ends the update.
+    An update is ``start``, any number of ``update``, perhaps ``prepare``, then ``finish``. All methods are called on
+    the engine's thread; those that take time answer with a future, whose work is done by the worker and whose effects
+    take place in :meth:`poll`. Whatever fails, is aborted or takes too long drops the update; the weights in force
+    stay. Only an update in place can leave a mixture: then the state is ``inconsistent`` until a complete update.
 
     Args:
         model: whose parameters and persistent buffers are the weights.
-        label: weight version at start.
-        root: directory below which updates may be read.
-        after_swap: makes anew what is derived from the weights, before anything is published; where it raises, the old
-            weights are put back.
-
-    Attributes:
-        label: weight version in force.
-        commit: number of finished updates since start.
+        config: label, root, limits and defaults.
+        worker: does what takes time.
+        derived: keeps what is derived from the weights.
+        surroundings: is told of commits.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        label: str | None,
-        root: str | None,
-        after_swap: Callable[[], None] = lambda: None,
+        self, model: nn.Module, config: EngineConfig, worker: Worker, derived: Derived, surroundings: Surroundings
     ) -> None:
-        self._root = None if root is None else Path(root)
-        # Tied parameters are one object under several names: each needs one tensor, under any of its names.
-        # Persistent buffers (a router's correction bias) are weights as well.
-        self._names: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        self._checkpoint_names = CheckpointNames(model)
-        self._staged: dict[str, torch.Tensor] | None = None
-        self._last_finish: str | None = None  # the label that the last finish named, until the next start
-        self._after_swap = after_swap
-        self.label = check_label(label) if label is not None else DEFAULT_LABEL
-        self.commit = 0
+        super().__init__(
+            label=config.weight_version, require_label=config.require_weight_version, source=f"disk:{config.model}"
+        )
+        self._config, self._worker, self._derived, self._surroundings = config, worker, derived, surroundings
+        self._parameters = Parameters(model)
+        self._operations = Operations(worker)
+        self._finished: tuple[str, dict[str, Any]] | None = None  # label that the last finish named, and its answer
+        context = TransferContext(
+            root=None if config.weights_root is None else Path(config.weights_root),
+            spool=None if config.weights_spool is None else Path(config.weights_spool),
+            device=self._parameters.device,
+            engine_index=config.engine_index,
+            num_engines=config.num_engines,
+            timeout=config.weight_update_timeout,
+            parameters=self._parameters.specs,
+        )
+        self._connection = Connection(context, config.weight_transfer_backend)
+        self._digest = worker.submit(partial(WeightDigest.of, self._parameters.data(), {}))
 
     @property
-    def stamp(self) -> Stamp:
-        """Label and commit number of the weights that a step launched now runs with."""
-        return (self.label, self.commit)
+    def staging_bytes(self) -> int:
+        """Bytes that an update takes beside the weights in use, what is derived from them not counted."""
+        in_place = self._config.weight_update_mode == "in_place"
+        return self._parameters.largest if in_place else self._parameters.nbytes
+
+    def describe(self) -> dict[str, Any]:
+        """What ``get_weight_history`` answers."""
+        return {
+            "engine_index": self._config.engine_index,
+            "mode": self._config.weight_update_mode,
+            "staging_bytes": self.staging_bytes,
+            **self.describe_state(),
+        }
+
+    # Time
 
     @property
-    def updating(self) -> bool:
-        """True between start and finish."""
-        return self._staged is not None
+    def deadline(self) -> float | None:
+        """Monotonic seconds at which :meth:`poll` has to be called although nothing is done; None for no such time."""
+        limit = self._config.weight_update_timeout
+        awaited = self._operations.awaited
+        if awaited is not None:
+            return awaited.moved + limit + _GRACE
+        if self.opened is None or self._operations.busy:
+            return None
+        return self.opened.staging.ticket.moved + limit
+
+    def due(self) -> bool:
+        """True when :meth:`poll` has something to do."""
+        return self._operations.due or self._late
+
+    @property
+    def _late(self) -> bool:
+        deadline = self.deadline
+        return deadline is not None and time.monotonic() >= deadline
+
+    def poll(self) -> None:
+        """Takes over what the worker has done and gives it what is next; a commit takes place in here."""
+        if self._operations.due:
+            self._operations.advance()
+        elif self._late:
+            text = f"nothing was received for {self._config.weight_update_timeout:g} s (--weight-update-timeout)"
+            if self.opened is not None:
+                self._abort(f"the weight update was dropped: {text}")
+            else:
+                self._operations.cancel(self._connection, RollspanError(text, reason="transfer_failed"))
+
+    def exclusively(self, action: Callable[[], T]) -> Future[T]:
+        """Runs an action on the engine's thread when all that was asked before has ended, on the worker as well."""
+        return self._operations.add(Operation(lambda: _nothing, lambda _: action()))
+
+    # Senders
+
+    def init(self, info: Any = None) -> Future[None]:
+        """Joins a trainer; an ``init`` that still waits for its own is given up.
+
+        Raises:
+            RollspanError: ``update_active``. In the future: the transport's.
+        """
+        self._require_none_open("join a sender")
+        self._leave_sender("another init_weight_transfer_engine came")
+        ticket = Ticket()
+        work = partial(self._connection.init, info, ticket)
+        return self._operations.add(Operation(lambda: work, owner=self._connection, sender=ticket))
+
+    def shut_down_transfer(self) -> Future[None]:
+        """Leaves the trainer that was joined, or gives up joining.
+
+        Raises:
+            RollspanError: ``update_active``.
+        """
+        self._require_none_open("leave the sender")
+        self._leave_sender("the weight transfer was shut down")
+        return self._operations.add(Operation(lambda: self._connection.close))
+
+    def _leave_sender(self, why: str) -> None:
+        self._operations.cancel(self._connection, RollspanError(why, reason="update_aborted"))
+
+    def _require_none_open(self, what: str) -> None:
+        if self.updating:
+            text = f"a weight update is active: finish or abort it to {what}"
+            raise RollspanError(text, reason="update_active")
+
+    # An update
+
+    def start(self, options: Any = None, *, quiet: bool = False) -> None:
+        """Opens an update.
+
+        Args:
+            options: ``{"mode": "staged" or "in_place"}``, or None for the mode of the configuration.
+            quiet: a pause is in force under which nothing runs.
+
+        Raises:
+            RollspanError: ``update_active`` when one is open already; it goes on. ``pause_required``,
+                ``engine_sleeping``, ``invalid_request``.
+        """
+        mode = start_mode(options, self._config.weight_update_mode)
+        if self.updating:
+            text = "a weight update is already active: finish it, or drop it with abort_weight_update"
+            raise RollspanError(text, reason="update_active")
+        if "weights" in self.asleep:
+            raise RollspanError("the weights sleep: wake them up before they are updated", reason="engine_sleeping")
+        if mode == "in_place" and not quiet:
+            text = "an update in place needs a pause under which nothing runs: call pause_generation first"
+            raise RollspanError(text, reason="pause_required")
+        staging = Staging(self._parameters, in_place=mode == "in_place", ticket=Ticket())
+        self.opened = Update(staging, mode)
+        self._finished = None
+
+    def update(self, info: Any) -> Future[None]:
+        """Receives tensors into the staging area, or in place.
+
+        Args:
+            info: of the transport; or a list that holds one such object for all engines, or one for each. Tensors have
+                the model's names, or those of its checkpoints. With ``delta`` they are indices and values.
+
+        Raises:
+            RollspanError: ``no_update_active``. In the future: ``base_mismatch``, ``transfer_failed``, and
+                ``weights_invalid`` or ``unsupported_field`` for what cannot be used. They also end the update.
+        """
+        update = self._require_open()
+
+        def begin() -> Callable[[], None]:
+            self._require_open(update)
+            update.phase = "receiving"
+            return partial(update.receive, info, self._connection, self.commit, self.known_digest)
+
+        def end(_: None) -> None:
+            update.phase = "open"
+
+        return self._add(update, begin, end, sender=update.staging.ticket)
+
+    def prepare(self, options: Any = None) -> Future[dict[str, Any]]:
+        """Verifies the update and gets everything ready but the swap; publishes nothing.
+
+        Args:
+            options: as for :meth:`finish`.
+
+        Returns:
+            ``{"weight_digest": str}``.
+
+        Raises:
+            RollspanError: as for :meth:`finish`.
+        """
+        update, chosen = self._require_open(), FinishOptions.of(options, self.commit)
+
+        def end(_: None) -> dict[str, Any]:
+            update.phase = "prepared"
+            return {"weight_digest": update.root}
+
+        return self._add(update, partial(self._verifying, update, chosen), end)
+
+    def finish(self, label: Any = None, options: Any = None) -> Future[dict[str, Any]]:
+        """Verifies the update and publishes weights, label and commit number together.
+
+        Args:
+            label: name of the new weights; None keeps the label.
+            options: ``digest`` (refuse others), ``partial`` (what did not come stays as it is; deltas are so by
+                default) and ``commit`` (the number to take, above the present one).
+
+        Returns:
+            ``weight_version``, ``weight_commit`` and ``weight_digest`` now in force. The same named call again, by a
+            client whose answer was lost, gets the same answer.
+
+        Raises:
+            RollspanError: ``invalid_label`` or ``invalid_request`` (the update stays open), ``no_update_active``. In
+                the future: ``weights_invalid`` when parameters are missing or do not fit, ``digest_mismatch``; these
+                drop it.
+        """
+        new_label = None if label is None else check_label(label)
+        repeated = self._repeated(new_label)
+        if repeated is not None:
+            return repeated
+        update, chosen = self._require_open(), FinishOptions.of(options, self.commit)
+
+        def begin() -> Callable[[], None] | None:
+            return None if self._repeated(new_label) is not None else self._verifying(update, chosen)
+
+        def end(_: None) -> dict[str, Any]:
+            answered = self._repeated(new_label)
+            return answered.result() if answered is not None else self._publish(update, new_label, chosen)
+
+        return self._add(update, begin, end)
+
+    def abort(self) -> bool:
+        """Drops the update that is open; calls that are running for it get ``update_aborted``.
+
+        Returns:
+            Whether one was open.
+        """
+        return self._abort("the weight update was aborted")
 
     def set_label(self, label: Any) -> None:
         """Relabels the weights in force; they and the commit number stay.
@@ -79,113 +280,155 @@ class WeightManager:
         Raises:
             RollspanError: ``invalid_label``.
         """
-        self.label = check_label(label, "new_version")
-        self._last_finish = None
+        self.name(check_label(label, "new_version"))
+        self._finished = None
+        self.history.committed(Commit("relabel", self.label, self.commit, True, self.digest, "set_weight_version"))
 
-    def start(self) -> None:
-        """Opens an update.
+    # Other things done with weights
 
-        Raises:
-            RollspanError: ``update_active`` when one is open already; it goes on.
-        """
-        if self._staged is not None:
-            raise RollspanError(
-                "a weight update is already active: finish it, or drop it (an update_weights that fails does)",
-                reason="update_active",
-            )
-        self._staged = {}
-        self._last_finish = None
-
-    def update(self, info: Any) -> None:
-        """Receives tensors into the staging area.
-
-        Args:
-            info: ``{"path": DIR}``, or a list that holds one such object. Tensors have the model's names, or those
-                of its checkpoints.
+    def examine(self, work: Callable[[Mapping[str, torch.Tensor]], T]) -> Future[T]:
+        """Has the worker look at the weights in force, by the first name of each.
 
         Raises:
-            RollspanError: ``no_update_active``; ``weights_invalid`` or ``unsupported_field`` for what cannot be
-                used, which also ends the update.
+            RollspanError: ``engine_sleeping``. In the future: what ``work`` raises.
         """
-        staged = self._require_active()
-        self._staged = None  # stays so if anything below fails
-        if isinstance(info, list) and len(info) == 1:
-            info = info[0]
-        if not isinstance(info, Mapping):
-            raise _invalid('update_info must be an object such as {"path": DIR}, or a list with one such object')
-        for name, tensor in disk.read_tensors(info, self._root):
-            if name in self._names:
-                tensor = self._fitted(name, tensor)
-            elif self._checkpoint_names.target(name) is None:
-                raise _invalid(f"tensor {name!r} is none of the model's parameters")
-            staged[name] = tensor
-        self._staged = staged
+        self._require_awake()
+        return self._operations.add(Operation(lambda: partial(work, self._parameters.data())))
 
-    def _fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the parameter's dtype, in host memory; floating-point types convert, others don't."""
-        target = self._names[name]
-        if tensor.shape != target.shape:
-            raise _invalid(f"tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(target.shape)}")
-        if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
-            raise _invalid(f"tensor {name!r} has dtype {tensor.dtype}, the model needs {target.dtype}")
-        return tensor.to(dtype=target.dtype)
-
-    def finish(self, label: Any = None) -> Stamp:
-        """Verifies the staged update and publishes weights, label and commit number together.
-
-        Args:
-            label: name of the new weights; None keeps the label.
-
-        Returns:
-            The stamp now in force. The same call again, by a client whose answer was lost, gets the same answer.
+    def reset(self, *, quiet: bool) -> Future[dict[str, Any]]:
+        """Overwrites all weights with zeros: nothing is generated until a complete update.
 
         Raises:
-            RollspanError: ``invalid_label`` (the update stays open), ``no_update_active``, or ``weights_invalid``
-                when parameters are missing, which drops the update.
+            RollspanError: ``update_active``, ``pause_required``, ``engine_sleeping``.
         """
-        new_label = self.label if label is None else check_label(label)
-        if self._staged is None and label is not None and new_label == self._last_finish:
-            return self.stamp
-        staged = self._require_active()
-        self._staged = None
-        parts = {name: staged.pop(name) for name in list(staged) if name not in self._names}
-        for name, tensor in self._checkpoint_names.convert(parts).items():
-            staged[name] = self._fitted(name, tensor)
-        new: dict[torch.Tensor, torch.Tensor] = {}
-        for name, tensor in staged.items():
-            parameter = self._names[name]
-            if parameter in new and not torch.equal(new[parameter], tensor):
-                raise _invalid(f"tensor {name!r} differs from another tensor that the model ties it to")
-            new[parameter] = tensor
-        missing = [name for name, parameter in self._names.items() if parameter not in new]
-        if missing:
-            raise _invalid(f"the update lacks {len(missing)} of the model's parameters: {_some(missing)}")
-        self._swap(new)
-        self.label = new_label
-        self._last_finish = None if label is None else new_label
-        self.commit += 1
-        return self.stamp
+        self._require_none_open("reset the weights")
+        self._require_awake()
+        if not quiet:
+            text = "weights are reset during a pause under which nothing runs: call pause_generation first"
+            raise RollspanError(text, reason="pause_required")
 
-    def _swap(self, new: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Puts new data into the parameters that are the keys, and old data back if that cannot be completed."""
-        old = {parameter: parameter.data for parameter in new if parameter.device.type == "cpu"}
-        for parameter, tensor in new.items():
-            if parameter in old:
-                parameter.data = tensor  # a pointer swap: cannot fail half-way
-            else:
-                parameter.data.copy_(tensor)  # upload; addresses stay, for captured graphs
-        try:
-            self._after_swap()
-        except Exception as error:
-            for parameter, tensor in old.items():
-                parameter.data = tensor
-            self._after_swap()
-            text = (
-                f"what is derived from the weights cannot be made: {type(error).__name__}: {error}; the old ones stay"
-            )
-            raise RollspanError(text, reason="internal_error") from error
+        def act() -> dict[str, Any]:
+            self._require_none_open("reset the weights")
+            self._require_awake()
+            self.inconsistent = True
+            self._worker.free(self._parameters.zero())
+            return {"status": "reset"}
 
-    def _require_active(self) -> dict[str, torch.Tensor]:
-        if self._staged is None:
+        return self.exclusively(act)
+
+    def _require_awake(self) -> None:
+        if "weights" in self.asleep:
+            raise RollspanError("the weights sleep: wake them up first", reason="engine_sleeping")
+
+    def fall_asleep(self, *, drop: bool) -> None:
+        """Puts all to sleep; weights are dropped, or moved to host memory if they are not there already."""
+        if drop:
+            self.inconsistent = True
+            self._worker.free(self._parameters.drop())
+        else:
+            self._parameters.offload()
+        self.asleep = frozenset(("weights", "kv_cache"))
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Wakes what the tags name; weights that were dropped come back as memory without meaning."""
+        if "weights" in tags & self.asleep:
+            self._parameters.reload()
+        self.asleep -= tags
+
+    # What the calls do
+
+    def _add(
+        self,
+        update: Update,
+        begin: Callable[[], Callable[[], None] | None],
+        end: Callable[[None], T],
+        sender: Ticket | None = None,
+    ) -> Future[T]:
+        def failed(error: RollspanError) -> None:
+            if self.opened is update:
+                self._drop(update, error)
+
+        return self._operations.add(Operation(begin, end, failed, owner=update, sender=sender))
+
+    def _require_open(self, update: Update | None = None) -> Update:
+        if self.opened is None or update not in (None, self.opened):
             raise RollspanError("no weight update is active: start one first", reason="no_update_active")
-        return self._staged
+        return self.opened
+
+    def _repeated(self, label: str | None) -> Future[dict[str, Any]] | None:
+        if self.opened is not None or self._finished is None or self._finished[0] != label:
+            return None
+        return _done(self._finished[1])
+
+    def _verifying(self, update: Update, options: FinishOptions) -> Callable[[], None]:
+        self._require_open(update)
+        update.phase = "verifying"
+        partly = (update.is_delta if options.partial is None else options.partial) and not self.inconsistent
+        return partial(update.verify, self.known_digest, self._derived, partial=partly, expected=options.digest)
+
+    def _publish(self, update: Update, label: str | None, options: FinishOptions) -> dict[str, Any]:
+        """The commit, between two steps."""
+        self._surroundings.weights_change()
+        staging, digest = update.staging, update.staging.digest
+        assert digest is not None
+        started = time.monotonic()
+        try:
+            staging.swap()
+        except Exception:
+            self.inconsistent = True  # some of it may be in place
+            raise
+        self.name(label)
+        self.commit = self.commit + 1 if options.commit is None else options.commit
+        self._digest = _done(digest)
+        self.inconsistent = False
+        self.opened = None
+        self._surroundings.weights_changed()
+        stall = time.monotonic() - started
+        answer = {"weight_version": self.label, "weight_commit": self.commit, "weight_digest": digest.root}
+        self._finished = None if label is None else (label, answer)
+        self._worker.submit(staging.release)  # of what was in force before
+        self.history.committed(
+            Commit(
+                kind="update",
+                weight_version=self.label,
+                weight_commit=self.commit,
+                declared=self.declared,
+                weight_digest=digest.root,
+                source=update.source,
+                tensors=staging.num_tensors,
+                nbytes=staging.num_bytes,
+                partial=bool(staging.missing),
+                seconds={**update.seconds, "commit": stall},
+                stall_seconds=stall,
+            )
+        )
+        return answer
+
+    def _abort(self, message: str) -> bool:
+        update = self.opened
+        if update is None:
+            return False
+        error = RollspanError(message, reason="update_aborted")
+        self._operations.cancel(update, error)
+        self._drop(update, error)
+        return True
+
+    def _drop(self, update: Update, error: RollspanError) -> None:
+        """The update has come to nothing; its memory is given back behind whatever the worker still does for it."""
+        update.staging.ticket.cancel()
+        self.opened = None
+        if update.staging.touched:
+            self.inconsistent = True
+        self._worker.submit(update.staging.release)
+        self.history.failed(error, update.phase)
+        self._surroundings.weights_dropped()
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def _nothing() -> None:
+    """The worker's part of what has none: it is done when all before it is."""

@@ -91,10 +91,7 @@ class PackedLinear:
             if len(columns) > 1 and any(bias is not None for bias in self._biases):
                 rows = [column.new_zeros(column.shape[0]) for column in columns]
                 merged_bias = torch.cat(
-                    [
-                        row if bias is None else new.get(bias, bias)
-                        for row, bias in zip(rows, self._biases, strict=True)
-                    ]
+                    [row if bias is None else new.get(bias, bias) for row, bias in zip(rows, self._biases, strict=True)]
                 )
         few_rows = 0
         if self._read is not None and not self._transposed and all(weight.is_contiguous() for weight in weights):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,17 +130,17 @@ class Engine:
                 self.replies[client, message.utility_output.call_id] = message.utility_output
         return messages
 
-    def step_until(self, condition: Callable[[], object], limit: int = 2000) -> None:
-        """Steps until the condition holds.
+    def step_until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+        """Steps until the condition holds; waits without stepping while there is nothing to do.
 
         Raises:
-            AssertionError: it does not within ``limit`` steps.
+            AssertionError: it does not within so many seconds.
         """
-        for _ in range(limit):
-            if condition():
-                return
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"nothing came of {seconds} s"
+            self.core.wait(1.0)
             self.step()
-        raise AssertionError(f"nothing came of {limit} steps")
 
     def run(self) -> None:
         """Steps until there is nothing to do."""

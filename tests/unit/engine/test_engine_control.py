@@ -256,7 +256,9 @@ def test_a_pause_with_wrong_arguments_is_refused_and_changes_nothing(engine: Eng
     results = running(engine)
     reason, text = engine.failure_of("pause_generation", *args)
     assert reason == "invalid_request"
-    assert text.startswith("mode must be abort, wait or keep and clear_cache true or false, got ")
+    too_many = "pause_generation cannot be called with 3 arguments: too many positional arguments"
+    wrong = "mode must be abort, wait or keep and clear_cache true or false, got "
+    assert text.startswith(too_many if len(args) > 2 else wrong)
     assert paused(engine) is False
     assert [result.finish_reason for result in results] == [None, None]
 
@@ -270,10 +272,12 @@ def test_a_pause_with_wrong_arguments_is_refused_and_changes_nothing(engine: Eng
         ("get_weight_commit", (1, 2)),
         ("set_weight_version", ()),
         ("set_weight_version", ("a", "b")),
-        ("start_weight_update", ({},)),
+        ("start_weight_update", ({}, {})),
         ("update_weights", ()),
         ("update_weights", ({}, {})),
-        ("finish_weight_update", ("a", "b")),
+        ("finish_weight_update", ("a", {}, "b")),
+        ("check_weights", ()),
+        ("sleep", (1, "abort", True)),
     ],
 )
 def test_a_call_with_a_wrong_number_of_arguments_is_refused_by_name(
@@ -295,11 +299,11 @@ def test_a_method_that_breaks_is_answered_as_an_internal_error(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("rollspan.engine.transfer.disk.read_tensors", fail)
+    monkeypatch.setattr("rollspan.engine.transfer.disk.DiskTransport.receive", fail)
     engine.result_of("start_weight_update")
     caplog.set_level("CRITICAL", "rollspan.engine")
     reply = engine.failure_of("update_weights", {"path": "x"})
-    assert reply == ("internal_error", "update_weights failed: ZeroDivisionError: a bug")
+    assert reply == ("internal_error", "ZeroDivisionError: a bug")
     assert engine.result_of("get_weight_version") == "default"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,10 @@ from torch import nn
 from engine.conftest import References
 from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
+from rollspan.config import EngineConfig
+from rollspan.digest import weight_digest
 from rollspan.engine.weights import WeightManager
+from rollspan.engine.worker import Bell, Worker
 from rollspan.errors import RollspanError
 
 WEIGHTS = "model.safetensors"
@@ -66,8 +70,13 @@ def check(engine: Engine, references: References) -> None:
 def update(engine: Engine, path: object, label: object = None) -> dict[str, Any]:
     engine.result_of("start_weight_update")
     assert engine.result_of("update_weights", {"path": path}) is None
+    return finish(engine, label)
+
+
+def finish(engine: Engine, label: object = None) -> dict[str, Any]:
+    """Label and commit number that came into force; the digest is that of the model's weights."""
     result = engine.result_of("finish_weight_update", label)
-    assert isinstance(result, dict)
+    assert result.pop("weight_digest") == weight_digest(engine.core._runner._model)
     return result
 
 
@@ -123,15 +132,19 @@ def test_nothing_changes_before_finish(engine: Engine, before: References) -> No
 
 
 def test_the_first_step_after_a_commit_carries_its_stamp_and_none_before_it(engine: Engine) -> None:
-    result = engine.add("r", (1, 2, 3), max_tokens=12)
-    for path, label in (("second", "B"), ("first", "A")):
-        for call in (("start_weight_update",), ("update_weights", {"path": path})):
-            engine.result_of(*call)  # one step each
-        assert result.stamps[-1] != (label, 1)
+    result = engine.add("r", (1, 2, 3), max_tokens=100)
+    engine.step()
+    for commit, (path, label) in enumerate((("second", "B"), ("first", "A")), 1):
+        engine.result_of("start_weight_update")
+        engine.result_of("update_weights", {"path": path})
+        assert result.stamps[-1][1] == commit - 1
+        before = len(result.stamps)
         engine.result_of("finish_weight_update", label)
-        assert result.stamps[-1][0] == label
+        assert result.stamps[-1] == (label, commit)  # of the step in which it was answered
+        assert len(result.stamps) - result.stamps.index((label, commit)) == 1
+        assert set(result.stamps[before:-1]) <= {result.stamps[before - 1]}
     engine.run()
-    assert result.stamps == [("default", 0)] * 2 + [("B", 1)] * 3 + [("A", 2)] * 7
+    assert [stamp for stamp, _ in itertools.groupby(result.stamps)] == [("default", 0), ("B", 1), ("A", 2)]
     assert result.admissions == [("default", 0)] * 2
 
 
@@ -291,7 +304,7 @@ def test_a_label_that_is_none_leaves_the_update_open_for_another_try(
     assert reason == "invalid_label"
     assert message.startswith("weight_version must be ")
     assert stamp(engine) == ("default", 0)
-    assert engine.result_of("finish_weight_update", "good") == {"weight_version": "good", "weight_commit": 1}
+    assert finish(engine, "good") == {"weight_version": "good", "weight_commit": 1}
     check(engine, after)
 
 
@@ -407,18 +420,39 @@ class _WithBuffer(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 
+class _Alone:
+    """Weights without an engine around them; nothing is derived from them."""
+
+    def __init__(self, module: nn.Module, root: Path) -> None:
+        self._bell = Bell()
+        self.manager = WeightManager(module, EngineConfig(weights_root=str(root)), Worker(self._bell), self, self)
+
+    def prepare(self, new: object) -> Callable[[], None]:
+        return self.after_commit
+
+    def after_commit(self) -> None: ...
+    def weights_change(self) -> None: ...
+    def weights_changed(self) -> None: ...
+    def weights_dropped(self) -> None: ...
+
+    def update(self, path: str, label: str) -> dict[str, Any]:
+        self.manager.start()
+        self.manager.update({"path": path})
+        future = self.manager.finish(label)
+        while not future.done():
+            self._bell.wait(60)
+            self.manager.poll()
+        return future.result()
+
+
 def test_persistent_buffers_are_weights_as_well(tmp_path: Path) -> None:
     module = _WithBuffer()
-    manager = WeightManager(module, label=None, root=str(tmp_path))
+    alone = _Alone(module, tmp_path)
     for name, tensors in (("part", {"weight": torch.ones(2)}), ("all", module.state_dict())):
         (tmp_path / name).mkdir()
         save_file({key: torch.ones_like(tensor) for key, tensor in tensors.items()}, tmp_path / name / WEIGHTS)
-    manager.start()
-    manager.update({"path": "part"})
     with pytest.raises(RollspanError, match="correction"):
-        manager.finish("part")
+        alone.update("part", "part")
     assert module.weight.tolist() == [0, 0]
-    manager.start()
-    manager.update({"path": "all"})
-    assert manager.finish("all") == ("all", 1)
+    assert alone.update("all", "all")["weight_commit"] == 1
     assert (module.weight.tolist(), module.correction.tolist()) == ([1, 1], [1, 1, 1])
