@@ -260,8 +260,8 @@ class EngineCore:
         """A commit is about to take place: what was launched before is collected."""
         self.drain()
 
-    def weights_dropped(self) -> None:
-        """An update has come to nothing."""
+    def weights_settled(self) -> None:
+        """An update has ended, in one way or the other."""
         self.report()
 
     def weights_changed(self) -> None:
@@ -276,7 +276,6 @@ class EngineCore:
             self._abort(request, STALE)
         for held in self._bounds.take_admissible(commit):
             self._enter(held.message, held.structure)
-        self.report()
 
     def call_utility(self, client_index: int, call: m.UtilityCall) -> None:
         """Runs a method of PROTOCOL.md's table; the next step delivers its answer (pause "wait": a later one)."""

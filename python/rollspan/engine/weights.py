@@ -39,8 +39,8 @@ class Surroundings(Protocol):
     def weights_changed(self) -> None:
         """Other weights are in force."""
 
-    def weights_dropped(self) -> None:
-        """An update has come to nothing."""
+    def weights_settled(self) -> None:
+        """An update has ended, in one way or the other."""
 
 
 class WeightManager(WeightState):
@@ -402,6 +402,7 @@ class WeightManager(WeightState):
                 stall_seconds=stall,
             )
         )
+        self._surroundings.weights_settled()
         return answer
 
     def _abort(self, message: str) -> bool:
@@ -421,7 +422,7 @@ class WeightManager(WeightState):
             self.inconsistent = True
         self._worker.submit(update.staging.release)
         self.history.failed(error, update.phase)
-        self._surroundings.weights_dropped()
+        self._surroundings.weights_settled()
 
 
 def _done(result: T) -> Future[T]:
