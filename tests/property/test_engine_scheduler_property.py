@@ -1,7 +1,9 @@
 """Scheduler, block pool and prefix cache under random traffic: nothing is lost, nobody starves, no limit is broken, and
-nobody ever sees keys and values that are not his own or of other weights than he may."""
+nobody ever sees keys and values that are not his own or of other weights than he may, or than he is told."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,13 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.request import Request, RequestStatus
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
-from rollspan.protocol.messages import EngineCoreRequest
+from rollspan.protocol.messages import EngineCoreRequest, StampSpan
+from rollspan.provenance import Provenance
 from rollspan.sampling_params import SamplingParams
 
 LONGEST = 40
 PROMPTS = st.sampled_from([1, 2, 5, 12, 20, LONGEST - 1])
-#: What one slot of the KV cache holds: the tokens up to its own, the salt, and the commit that computed it.
-Content = tuple[tuple[int, ...], "str | None", int]
+#: What one slot of the KV cache holds: the tokens up to its own, the salt, and the commits that computed them.
+Content = tuple[tuple[int, ...], "str | None", tuple[int, ...]]
+PROVENANCE = st.builds(Provenance, return_kv_versions=st.just(True), allow_stale_prefix=st.booleans())
 
 
 class Traffic(RuleBasedStateMachine):
@@ -45,6 +49,7 @@ class Traffic(RuleBasedStateMachine):
         self.commit = 0
         self.slots: dict[int, Content] = {}
         self.commits: dict[str, list[int]] = {}  # of each running request, by position
+        self.untold: set[str] = set()  # whose KV has been made anew since they were told of it
         self.open: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
         self.aborted: set[str] = set()
@@ -59,8 +64,11 @@ class Traffic(RuleBasedStateMachine):
             max_size=6,
         ),
         skip=st.none() | st.booleans(),
+        provenance=PROVENANCE,
     )
-    def arrive(self, requests: list[tuple[int, int, int, bool, str | None]], skip: bool | None) -> None:
+    def arrive(
+        self, requests: list[tuple[int, int, int, bool, str | None]], skip: bool | None, provenance: Provenance
+    ) -> None:
         if self.scheduler.pause_state is PauseState.PAUSED_NEW:
             return  # an engine refuses requests then
         for prompt, output, priority, odd, salt in requests:
@@ -68,7 +76,7 @@ class Traffic(RuleBasedStateMachine):
             name = f"r{self.arrivals}"
             params = SamplingParams(max_tokens=min(output, LONGEST - prompt), skip_reading_prefix_cache=skip)
             tokens = [i + 1000 if odd and i >= prompt // 2 else i for i in range(prompt)]
-            message = EngineCoreRequest(name, tokens, params, priority=priority, cache_salt=salt)
+            message = EngineCoreRequest(name, tokens, params, priority=priority, cache_salt=salt, provenance=provenance)
             self.open[name] = Request(message, admission=("A", 0), arrival=self.arrivals, seed=0)
             self.scheduler.add(self.open[name])
 
@@ -101,14 +109,14 @@ class Traffic(RuleBasedStateMachine):
         self.commit += 1
         self.scheduler.commit_weights(self.commit)
 
-    @rule(prompt=PROMPTS, before=st.integers(0, 3), between=st.integers(0, 3))
-    def commit_between_twins(self, prompt: int, before: int, between: int) -> None:
+    @rule(prompt=PROMPTS, before=st.integers(0, 3), between=st.integers(0, 3), provenance=PROVENANCE)
+    def commit_between_twins(self, prompt: int, before: int, between: int, provenance: Provenance) -> None:
         self.scheduler.pause_state = PauseState.UNPAUSED
-        self.arrive([(prompt, 5, -2, False, None)], None)
+        self.arrive([(prompt, 5, -2, False, None)], None, provenance)
         self.steps(before + 1)
         self.commit_weights()
         self.steps(between + 1)
-        self.arrive([(prompt, 5, -2, False, None)], None)
+        self.arrive([(prompt, 5, -2, False, None)], None, provenance)
         self.steps(2)
 
     @rule(count=st.integers(1, 12))
@@ -131,6 +139,9 @@ class Traffic(RuleBasedStateMachine):
             assert first in [entry.request for entry in scheduled]  # it advances in every step
         for entry in scheduled:
             self.compute(entry)
+        told = self.scheduler.track(scheduled, (f"v{self.commit}", self.commit))
+        for entry in scheduled:
+            self.check_told(entry, told)
         for entry in scheduled:
             entry.request.num_computed_tokens += entry.num_tokens
             self.scheduler.register(entry.request, entry.request.num_computed_tokens)
@@ -151,12 +162,34 @@ class Traffic(RuleBasedStateMachine):
             assert self.caching
             assert request.params.skip_reading_prefix_cache is not True
             assert start % size == 0
-            known = [self.commit] * start
+            # All of it under one commit, the present one unless an older one will do for the prompt.
+            oldest = self.slots[slots[0]][2][0]
+            assert oldest == self.commit or (
+                request.provenance.allow_stale_prefix and start <= request.num_prompt_tokens
+            )
+            known = [oldest] * start
+            self.untold.add(request.request_id)
+        elif not start:
+            self.untold.add(request.request_id)
         for i, slot in enumerate(slots[:start]):
-            assert self.slots[slot] == (tuple(request.token_ids[: i + 1]), request.cache_salt, known[i])
+            assert self.slots[slot] == (tuple(request.token_ids[: i + 1]), request.cache_salt, tuple(known[: i + 1]))
+        known = known + [self.commit] * entry.num_tokens
         for i, slot in enumerate(slots[start:], start):
-            self.slots[slot] = (tuple(request.token_ids[: i + 1]), request.cache_salt, self.commit)
-        self.commits[request.request_id] = known + [self.commit] * entry.num_tokens
+            self.slots[slot] = (tuple(request.token_ids[: i + 1]), request.cache_salt, tuple(known[: i + 1]))
+        self.commits[request.request_id] = known
+
+    def check_told(self, entry: ScheduledRequest, told: dict[Request, list[StampSpan]]) -> None:
+        """With the first token since a request has (re)started, and only then, it is told whose its KV is."""
+        name = entry.request.request_id
+        assert (entry.request in told) == (entry.samples and name in self.untold)
+        if entry.samples:
+            self.untold.discard(name)
+        if entry.request in told:
+            spans = told[entry.request]
+            commits = [commit for _, commit, start, end in spans for _ in range(start, end)]
+            assert commits == self.commits[name]
+            assert all(label == f"v{commit}" for label, commit, _, _ in spans)
+            assert all(one[1] != other[1] for one, other in pairwise(spans))
 
     def check_step(self, scheduled: list[ScheduledRequest], decoding: list[Request], never_ran: set[str]) -> None:
         names = [entry.request.request_id for entry in scheduled]
