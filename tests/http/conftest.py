@@ -74,3 +74,12 @@ def server(started_server: RealServer) -> Iterator[RealServer]:
     yield started_server
     started_server.frontend.post("/resume")
     started_server.frontend.post("/abort_requests")
+
+
+@pytest.fixture
+def restored(server: RealServer) -> Iterator[RealServer]:
+    """The shared server; afterwards the weights of the start are back under the label ``default``."""
+    yield server
+    server.frontend.post("/wake_up")
+    server.frontend.post("/abort_weight_update")
+    server.update("rl", "default")

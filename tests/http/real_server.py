@@ -36,8 +36,14 @@ class RealEngine:
             (self.weights_root / name).mkdir(parents=True)
             shutil.copy(models.path(model) / WEIGHTS_FILE, self.weights_root / name)
         self._save(self.weights_root / "zero", self.tensors(**{HEAD: None}))
+        self.spool = directory / "spool"
+        self.spool.mkdir(mode=0o700)
         config = EngineConfig(
-            model=str(models.path(MODEL)), weights_root=str(self.weights_root), num_threads=1, device="cpu"
+            model=str(models.path(MODEL)),
+            weights_root=str(self.weights_root),
+            weights_spool=str(self.spool),
+            num_threads=1,
+            device="cpu",
         )
         self.process: EngineProcess = start_engine(config, directory)
 
@@ -77,7 +83,8 @@ class RealServer:
 
     def __init__(self, kind: str, engine: RealEngine, *flags: str) -> None:
         self.engine = engine
-        self.frontend = FrontendProcess(kind, engine.process.socket_path, *flags)
+        spool = ("--weights-spool", str(engine.spool))
+        self.frontend = FrontendProcess(kind, engine.process.socket_path, *spool, *flags)
 
     def update(self, path: str | Path, label: str | int | None = None) -> int:
         """A whole weight update; returns its commit number."""

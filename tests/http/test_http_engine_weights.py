@@ -26,15 +26,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-@pytest.fixture
-def restored(server: RealServer) -> Iterator[RealServer]:
-    """The shared server; afterwards the weights of the start are back under the label ``default``."""
-    yield server
-    server.frontend.post("/resume")
-    server.frontend.post("/finish_weight_update")
-    server.update("rl", "default")
-
-
 def commit_of(server: RealServer) -> int:
     return int(server.frontend.metrics()["rollspan:weight_commit"])
 
