@@ -83,8 +83,9 @@ class History:
 
     @property
     def last_seconds(self) -> dict[str, float]:
-        """How long the phases of the last update took; empty before the first."""
-        return next((commit.seconds for commit in reversed(self._commits) if commit.kind == "update"), {})
+        """How long the phases of the last update took, and ``stall``, the next step's wait; empty before the first."""
+        last = next((commit for commit in reversed(self._commits) if commit.kind == "update"), None)
+        return {} if last is None else {**last.seconds, "stall": last.stall_seconds}
 
     def committed(self, commit: Commit) -> None:
         """Files a commit; updates are told in the log, all about each on one line."""
