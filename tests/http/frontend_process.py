@@ -154,7 +154,7 @@ class FrontendProcess:
         return socket.create_connection((host, int(port)), timeout=WAIT_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Samples of /metrics: ``name{labels}`` without the model's label -> value."""
+        """Samples of /metrics: ``name{labels}`` without the labels of the model and of engine 0 -> value."""
         response = self.get("/metrics")
         assert response.status_code == 200
         samples = {}
@@ -241,5 +241,6 @@ def post_bytes(body: bytes, headers: str = "Content-Type: application/json\r\n",
 
 def _without_model(sample: str) -> str:
     name, brace, labels = sample.partition("{")
-    kept = [label for label in labels.rstrip("}").split(",") if label and not label.startswith("model_name=")]
+    dropped = ("model_name=", 'engine="0"')
+    kept = [label for label in labels.rstrip("}").split(",") if label and not label.startswith(dropped)]
     return name + (brace + ",".join(kept) + "}" if kept else "")

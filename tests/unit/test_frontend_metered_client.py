@@ -9,7 +9,7 @@ import pytest
 from rollspan.client.base import EngineCoreClient
 from rollspan.errors import RollspanError
 from rollspan.frontend.metered_client import MeteredClient
-from rollspan.frontend.metrics import Metrics
+from rollspan.frontend.metrics import MetricFamilies, Metrics
 from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from rollspan.sampling_params import SamplingParams
 from support.fake_engine import HELLO
@@ -50,10 +50,10 @@ class Link:
 
     def __init__(self) -> None:
         self.stub = StubClient()
-        self.metrics = Metrics(HELLO, "m")
+        self.metrics = MetricFamilies("m")
         self.deaths: list[RollspanError] = []
         self.messages: list[EngineCoreOutputs] = []
-        self.client = MeteredClient(self.stub, self.metrics, self.deaths.append)
+        self.client = MeteredClient(self.stub, Metrics(self.metrics, HELLO), self.deaths.append)
         self.client.set_output_handler(self.messages.append)
         self.client.set_death_handler(self.deaths.append)
 
@@ -81,8 +81,8 @@ async def test_outputs_reach_the_user_and_the_counters(link: Link) -> None:
     )
     link.stub.say(message)
     assert link.messages == [message]
-    assert link.sample('rollspan:generation_tokens_total{model_name="m"}') == 3
-    assert link.sample('rollspan:request_success_total{finished_reason="stop",model_name="m"}') == 1
+    assert link.sample('rollspan:generation_tokens_total{engine="0",model_name="m"}') == 3
+    assert link.sample('rollspan:request_success_total{engine="0",finished_reason="stop",model_name="m"}') == 1
 
 
 async def test_an_aborted_sequence_is_counted_once(link: Link) -> None:
@@ -90,7 +90,7 @@ async def test_an_aborted_sequence_is_counted_once(link: Link) -> None:
     await link.client.abort(["a", "unknown"])
     link.stub.say(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], finish_reason=FinishReason.ABORT)]))
     assert link.stub.aborted == ["a", "unknown"]
-    assert link.sample('rollspan:request_success_total{finished_reason="abort",model_name="m"}') == 1
+    assert link.sample('rollspan:request_success_total{engine="0",finished_reason="abort",model_name="m"}') == 1
 
 
 async def test_the_status_is_that_of_the_last_message(link: Link) -> None:
@@ -114,5 +114,5 @@ async def test_death_is_told_to_both_and_ends_every_sequence(link: Link) -> None
         link.client.check_alive()
     with pytest.raises(RollspanError):
         await link.client.add_request(request("b"))
-    assert link.sample('rollspan:request_success_total{finished_reason="error",model_name="m"}') == 1
-    assert link.sample('rollspan:wire_decode_errors_total{model_name="m",reason="malformed"}') == 1
+    assert link.sample('rollspan:request_success_total{engine="0",finished_reason="error",model_name="m"}') == 1
+    assert link.sample('rollspan:wire_decode_errors_total{engine="0",model_name="m",reason="malformed"}') == 1

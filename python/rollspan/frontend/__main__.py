@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     options = FrontendOptions(
-        engine=flags.engine,
+        engines=tuple(flags.engine),
         host=flags.host,
         port=flags.port,
         served_model_name=flags.served_model_name,
@@ -53,9 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollspan.frontend", description="The pure-Python HTTP frontend.", allow_abbrev=False
     )
-    defaults = FrontendOptions(engine="")
+    defaults = FrontendOptions(engines=())
     add = parser.add_argument
-    add("--engine", metavar="PATH", required=True, help="the engine's Unix socket")
+    add(
+        "--engine",
+        metavar="PATH",
+        action="append",
+        required=True,
+        help="the engine's Unix socket; once for each engine of a set, by index",
+    )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     add("--port", type=_integer(0, 65535), default=defaults.port, help="0 for any free one (default: %(default)s)")
     add("--served-model-name", metavar="NAME", help="name of the model in the API (default: the engine's)")

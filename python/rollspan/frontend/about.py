@@ -22,7 +22,8 @@ class AboutRoutes:
 
     async def health(self, request: Request) -> Response:
         """GET /health: whether a request could be generated now."""
-        self._state.live_engine().status.check()
+        self._state.check_live()
+        self._state.engines.check_fit()
         return JsonAnswer({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
@@ -31,7 +32,7 @@ class AboutRoutes:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
-        engine = self._state.engine()
+        engine = self._state.engines.first()
         card = {
             "id": engine.hello.model.name,
             "object": "model",
@@ -45,7 +46,9 @@ class AboutRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics"""
-        return Response(self._state.engine().metrics.render(), headers={"content-type": CONTENT_TYPE})
+        self._state.engines.first()
+        assert self._state.metrics is not None
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 async def server_info(control: Control) -> Response:
@@ -53,9 +56,11 @@ async def server_info(control: Control) -> Response:
     config_format = control.query.get("config_format", "json")
     if config_format not in ("json", "text"):
         raise wrong_value("config_format", "json or text", config_format)
-    return control.answer(described(control.engine, await control.call("server_info")))
+    outcomes = await control.call("server_info")
+    facts = [(outcome.engine, outcome.result) for outcome in outcomes if outcome.error is None]
+    return control.answer(described(facts, len(control.state.engines)))
 
 
 async def world_size(control: Control) -> Response:
-    """GET /get_world_size: how many engines there are."""
-    return control.answer({"world_size": 1})
+    """GET /get_world_size: how many engines there are, or without ``include_dp`` how many ranks one has."""
+    return control.answer({"world_size": len(control.state.engines) if control.flag("include_dp", True) else 1})

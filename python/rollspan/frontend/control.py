@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import QueryParams
@@ -11,24 +11,23 @@ from starlette.responses import Response
 
 from rollspan.errors import RollspanError, wrong_value
 from rollspan.frontend.answers import JsonAnswer, read_body
-from rollspan.frontend.state import Engine, FrontendState
+from rollspan.frontend.fan_out import Outcome, agreed, call_all, successes
+from rollspan.frontend.state import FrontendState
 from rollspan.frontend.strict_json import parse_object
 
 BOOLEAN_WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Control:
-    """A control request on a live engine.
+    """A control request, while there is an engine for it.
 
     Attributes:
         state: what the routes share.
-        engine: the engine.
         query: parameters of the query; where one occurs twice, the last one counts.
     """
 
-    def __init__(self, state: FrontendState, engine: Engine, query: QueryParams, fields: dict[str, Any]) -> None:
+    def __init__(self, state: FrontendState, query: QueryParams, fields: dict[str, Any]) -> None:
         self.state = state
-        self.engine = engine
         self.query = query
         self._fields = fields
 
@@ -39,9 +38,9 @@ class Control:
         Raises:
             RollspanError: no live engine, a body over the limit, or one that is no JSON object.
         """
-        engine = state.live_engine()
+        state.check_live()
         body = await read_body(request, state.options.max_body_bytes)
-        return cls(state, engine, request.query_params, parse_object(body) if body.strip() else {})
+        return cls(state, request.query_params, parse_object(body) if body.strip() else {})
 
     def field(self, name: str) -> Any:
         """A field of the body; an explicit null is as good as none."""
@@ -81,18 +80,36 @@ class Control:
             raise wrong_value(name, "true or false", value)
         return value
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Calls the engine, and waits as long as it takes.
+    async def call(self, method: str, *args: Any) -> list[Outcome]:
+        """Calls all engines, and waits as long as it takes.
 
         Raises:
-            RollspanError: what the engine says against it.
+            RollspanError: what an engine says against it, in whatever number of them.
         """
-        return await self.engine.client.call_utility(method, *args)
+        outcomes = await call_all(self.state.engines.callable(), method, *args)
+        successes(outcomes)
+        return outcomes
 
-    def answer(self, value: Any, known: Collection[str] = ()) -> Response:
-        """Answers with ``value``, and names the fields of the body that are not among ``known``."""
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Asks the engines that take requests something that they must agree on.
+
+        Raises:
+            RollspanError: what an engine says against it; ``partial_failure`` when they differ.
+        """
+        engines = self.state.engines
+        return agreed(await call_all(engines.serving or engines.callable(), method, *args))
+
+    def answer(
+        self, value: dict[str, Any], known: Collection[str] = (), outcomes: Sequence[Outcome] | None = None
+    ) -> Response:
+        """Answers with ``value``, and names the fields of the body that are not among ``known``.
+
+        From a set of engines it tells the ``outcomes`` as well.
+        """
         ignored = tuple(sorted(name for name in self._fields if name not in known))
         self.state.log_ignored(ignored)
+        if outcomes is not None and len(self.state.engines) > 1:
+            value = {**value, "engines": [outcome.to_json() for outcome in outcomes]}
         return JsonAnswer(value, ignored=ignored)
 
 

@@ -15,15 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from rollspan.admission import check_request_id
-from rollspan.errors import RollspanError, shown
+from rollspan.errors import RollspanError, shown, wrong_value
 from rollspan.frontend import completion
 from rollspan.frontend.answers import ErrorAnswer, JsonAnswer, answer_headers, encode_json, internal_error, read_body
+from rollspan.frontend.engine import Engine
 from rollspan.frontend.schemas import GenerateRequest, parse_generate
-from rollspan.frontend.state import Engine, FrontendState
+from rollspan.frontend.state import FrontendState
 from rollspan.output_processor import RequestFailedError
 from rollspan.outputs import RequestOutput
 from rollspan.sampling_params import RequestOutputKind
 
+RANK = "X-data-parallel-rank"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -37,14 +39,15 @@ class GenerateEndpoint:
         headers = Headers(scope=scope)
         request_id = _header_request_id(headers)
         try:
-            engine = self._state.live_engine()
+            hello = self._state.check_live().hello
             _check_content_type(headers)
             body = await read_body(Request(scope, receive), self._state.options.max_body_bytes)
-            request = parse_generate(body, request_id, engine.hello, self._state.options.strict_requests)
+            request = parse_generate(body, request_id, hello, self._state.options.strict_requests)
             request_id = request.request_id or uuid.uuid4().hex
             self._state.log_ignored(request.ignored_fields)
-            with self._state.open_request():
-                answer = _Answer(engine, request, request_id, headers.get("x-session-id"))
+            session_id, rank = headers.get("x-session-id"), _rank(headers, len(self._state.engines))
+            with self._state.open_request(request_id, session_id, rank) as engine:
+                answer = _Answer(engine, request, request_id, session_id)
                 work = answer.stream(send) if request.stream else answer.collect(scope, receive, send)
                 await _run_until_disconnect(work, receive)
         except ClientDisconnect:
@@ -188,6 +191,17 @@ def _check_content_type(headers: Headers) -> None:
         raise RollspanError(
             f"Content-Type must be application/json, got {shown(value)}", reason="unsupported_media_type"
         )
+
+
+def _rank(headers: Headers, num_engines: int) -> int | None:
+    """The engine that has to take the request, None for any."""
+    value = headers.get(RANK)
+    if value is None:
+        return None
+    rank = int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else num_engines
+    if rank >= num_engines:
+        raise wrong_value(RANK, f"an integer from 0 to {num_engines - 1}", value)
+    return rank
 
 
 def _header_request_id(headers: Headers) -> str | None:

@@ -47,6 +47,8 @@ UPDATE_BUCKETS = (
 )
 UPDATE_PHASES = ("receive", "verify", "prepare", "commit")
 UPDATE_RESULTS = ("success", "failure")
+#: vLLM's: the served model, and the index of the engine.
+LABELS = ("model_name", "engine")
 #: How many commits behind tokens are, the last one or more.
 LAGS = ("0", "1", "2", "3+")
 FINISH_REASONS = tuple(str(reason) for reason in FinishReason)
@@ -62,67 +64,96 @@ class _Sequence:
     tokens: dict[int | None, int] = field(default_factory=dict)
 
 
-class Metrics:
-    """Counters, gauges and histograms of one engine link."""
+class MetricFamilies:
+    """The families of all metrics; each engine has its own series in them."""
 
-    def __init__(self, hello: EngineHello, model_name: str) -> None:
+    def __init__(self, model_name: str) -> None:
         # Otherwise each counter comes with a second series of its birth time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.model_name = model_name
         self._registry = CollectorRegistry()
-        self._model_name = model_name
-        self._sequences: dict[str, _Sequence] = {}
-        self._running = self._gauge("num_requests_running", "Sequences in the running batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.")
-        self._cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self._paused = self._gauge("paused", "1 while the scheduler is paused.")
-        self._commit = self._gauge("weight_commit", "Commit number of the weights in force.")
-        self._version = Gauge(
-            "rollspan:weight_version_info",
-            "1 for the label of the weights in force.",
-            ("model_name", "version"),
-            registry=self._registry,
+        self.running = self._gauge("num_requests_running", "Sequences in the running batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.")
+        self.cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self.paused = self._gauge("paused", "1 while the scheduler is paused.")
+        self.commit = self._gauge("weight_commit", "Commit number of the weights in force.")
+        self.version = self._gauge("weight_version_info", "1 for the label of the weights in force.", "version")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.success = self._counter("request_success", "Finished output sequences.", "finished_reason")
+        self.updates = self._counter("weight_updates", "Weight updates, by result.", "result")
+        self.update_phases = self._histogram(
+            "weight_update_duration_seconds", "What a weight update took, by phase.", UPDATE_BUCKETS, "phase"
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        success = self._counter_family("request_success", "Finished output sequences.", "finished_reason")
-        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
-        updates = self._counter_family("weight_updates", "Weight updates, by result.", "result")
-        self._updates = {result: updates.labels(model_name, result) for result in UPDATE_RESULTS}
-        self._updates_seen = dict.fromkeys(UPDATE_RESULTS, 0)
-        duration = Histogram(
-            "rollspan:weight_update_duration_seconds",
-            "What a weight update took, by phase.",
-            ("model_name", "phase"),
-            registry=self._registry,
-            buckets=UPDATE_BUCKETS,
-        )
-        self._update_phases = {phase: duration.labels(model_name, phase) for phase in UPDATE_PHASES}
-        self._stall = self._histogram(
+        self.stall = self._histogram(
             "weight_update_stall_seconds", "How long no step could start because of a weight update.", UPDATE_BUCKETS
         )
-        by_lag = self._counter_family(
+        self.by_lag = self._counter(
             "generation_tokens_by_lag", "Tokens by how many commits were newer when their output ended.", "lag"
         )
-        self._by_lag = [by_lag.labels(model_name, lag) for lag in LAGS]
-        self._current_commit = hello.weight_commit
-        self._spanning = self._counter(
+        self.spanning = self._counter(
             "requests_spanning_update", "Output sequences whose tokens come from more than one commit."
         )
-        self._decode_errors = self._counter_family("wire_decode_errors", "Messages that can't be decoded.", "reason")
-        self._skipped = self._counter("wire_skipped_fields", "Trailing elements that the decoder does not know.")
-        self._first_token = self._histogram(
+        self.decode_errors = self._counter("wire_decode_errors", "Messages that can't be decoded.", "reason")
+        self.skipped = self._counter("wire_skipped_fields", "Trailing elements that the decoder does not know.")
+        self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TIME_TO_FIRST_TOKEN_BUCKETS
         )
-        self._inter_token = self._histogram(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Between two pieces of one output.", INTER_TOKEN_BUCKETS
         )
-        self._request = self._histogram(
+        self.request = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_BUCKETS
         )
-        self._preemptions = self._counter("num_preemptions", "Running requests that lost their KV blocks.")
+        self.preemptions = self._counter("num_preemptions", "Running requests that lost their KV blocks.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"rollspan:{name}", text, (*LABELS, *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"rollspan:{name}", text, (*LABELS, *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"rollspan:{name}", text, (*LABELS, *labels), registry=self._registry, buckets=buckets)
+
+
+class Metrics:
+    """Series of one engine link. An engine that was restarted goes on with those of the one before."""
+
+    def __init__(self, families: MetricFamilies, hello: EngineHello) -> None:
+        self._families = families
+        self._labels = labels = (families.model_name, str(hello.engine_index))
+        self._sequences: dict[str, _Sequence] = {}
+        self._running = families.running.labels(*labels)
+        self._waiting = families.waiting.labels(*labels)
+        self._cache_usage = families.cache_usage.labels(*labels)
+        self._paused = families.paused.labels(*labels)
+        self._commit = families.commit.labels(*labels)
+        self._prompt_tokens = families.prompt_tokens.labels(*labels)
+        self._generation_tokens = families.generation_tokens.labels(*labels)
+        self._success = {reason: families.success.labels(*labels, reason) for reason in FINISH_REASONS}
+        self._updates = {result: families.updates.labels(*labels, result) for result in UPDATE_RESULTS}
+        self._updates_seen = dict.fromkeys(UPDATE_RESULTS, 0)
+        self._update_phases = {phase: families.update_phases.labels(*labels, phase) for phase in UPDATE_PHASES}
+        self._stall = families.stall.labels(*labels)
+        self._by_lag = [families.by_lag.labels(*labels, lag) for lag in LAGS]
+        self._current_commit = hello.weight_commit
+        self._spanning = families.spanning.labels(*labels)
+        self._skipped = families.skipped.labels(*labels)
+        self._first_token = families.first_token.labels(*labels)
+        self._inter_token = families.inter_token.labels(*labels)
+        self._request = families.request.labels(*labels)
+        self._preemptions = families.preemptions.labels(*labels)
         self._preemptions_seen = 0
-        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self._cache_queries = families.cache_queries.labels(*labels)
+        self._cache_hits = families.cache_hits.labels(*labels)
+        self._shown_version: str | None = None
         self._paused.set(hello.paused)
         self._set_weights(hello.weight_version, hello.weight_commit)
 
@@ -157,7 +188,7 @@ class Metrics:
 
     def decode_failed(self, reason: str, count: int = 1) -> None:
         """Messages of the engine could not be decoded."""
-        self._decode_errors.labels(self._model_name, reason).inc(count)
+        self._families.decode_errors.labels(*self._labels, reason).inc(count)
 
     def link_ended(self) -> None:
         """The engine is gone, and every open sequence with it."""
@@ -165,12 +196,8 @@ class Metrics:
         for sequence in self._sequences.values():
             self._finished(sequence, "error", now)
         self._sequences.clear()
-        self._running.set(0)
-        self._waiting.set(0)
-
-    def render(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self._registry)
+        for gauge in (self._running, self._waiting, self._cache_usage):
+            gauge.set(0)
 
     def _output_received(self, sequence: _Sequence, output: EngineCoreOutput, commit: int | None, now: float) -> None:
         if output.new_token_ids:
@@ -231,23 +258,11 @@ class Metrics:
     def _set_weights(self, version: str | None, commit: int | None) -> None:
         if commit is not None:
             self._commit.set(commit)
-        if version is not None:
-            self._version.clear()
-            self._version.labels(self._model_name, version).set(1)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        family = Gauge(f"rollspan:{name}", text, ("model_name",), registry=self._registry)
-        return family.labels(self._model_name)
-
-    def _counter_family(self, name: str, text: str, label: str) -> Counter:
-        return Counter(f"rollspan:{name}", text, ("model_name", label), registry=self._registry)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"rollspan:{name}", text, ("model_name",), registry=self._registry).labels(self._model_name)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"rollspan:{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
-        return family.labels(self._model_name)
+        if version is not None and version != self._shown_version:
+            if self._shown_version is not None:
+                self._families.version.remove(*self._labels, self._shown_version)
+            self._shown_version = version
+            self._families.version.labels(*self._labels, version).set(1)
 
 
 def _count(value: Any) -> int:

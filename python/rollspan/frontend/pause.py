@@ -28,30 +28,31 @@ async def pause(control: Control) -> Response:
     """POST /pause: answers when the state holds, which in wait mode may take long."""
     mode, clears = _pause_mode(control.given("mode"))
     clear_cache = control.flag("clear_cache", clears)
-    await control.call("pause_generation", mode, clear_cache)
+    outcomes = await control.call("pause_generation", mode, clear_cache)
     logger.info("paused: mode %s, clear_cache %s", mode, clear_cache)
-    return control.answer({"status": "paused"}, ("mode", "clear_cache"))
+    return control.answer({"status": "paused"}, ("mode", "clear_cache"), outcomes)
 
 
 async def resume(control: Control) -> Response:
     """POST /resume"""
-    await control.call("resume_scheduler")
+    outcomes = await control.call("resume_scheduler")
     logger.info("resumed")
-    return control.answer({"status": "resumed"})
+    return control.answer({"status": "resumed"}, (), outcomes)
 
 
 async def is_paused(control: Control) -> Response:
     """GET /is_paused"""
-    return control.answer({"is_paused": await control.call("is_scheduler_paused")})
+    return control.answer({"is_paused": await control.ask("is_scheduler_paused")})
 
 
 async def reset_prefix_cache(control: Control) -> Response:
     """POST /reset_prefix_cache; there is no cache outside the engine, so ``reset_external`` has nothing to do."""
     running = control.flag(RUNNING, False)
     control.flag(EXTERNAL)
-    success = await control.call("reset_prefix_cache", running)
+    outcomes = await control.call("reset_prefix_cache", running)
+    success = all(outcome.result for outcome in outcomes if outcome.error is None)
     logger.info("prefix cache reset: running requests %s", "too" if running else "keep theirs")
-    return control.answer({"success": success}, (RUNNING, EXTERNAL))
+    return control.answer({"success": success}, (RUNNING, EXTERNAL), outcomes)
 
 
 async def abort_requests(control: Control) -> Response:
@@ -65,7 +66,8 @@ async def abort_given_requests(control: Control) -> Response:
 
 
 async def _abort(control: Control, given: Any) -> Response:
-    aborted = await control.engine.llm.abort(_request_ids(given))
+    ids = _request_ids(given)
+    aborted = sum([await engine.llm.abort(ids) for engine in control.state.engines.callable()])
     logger.info("aborted %d requests", aborted)
     return control.answer({"status": "aborted", "aborted": aborted}, ("request_ids",))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import json
 import logging
@@ -18,11 +19,13 @@ from typing import Any
 import uvicorn
 
 from rollspan.async_llm import AsyncLLM
+from rollspan.client.base import DeathHandler
 from rollspan.client.framed import FramedClient
 from rollspan.errors import RollspanError
 from rollspan.frontend.app import build_app
+from rollspan.frontend.engine import Engine
 from rollspan.frontend.metered_client import MeteredClient
-from rollspan.frontend.metrics import Metrics
+from rollspan.frontend.metrics import MetricFamilies, Metrics
 from rollspan.frontend.state import FrontendOptions, FrontendState
 
 logger = logging.getLogger("rollspan.frontend")
@@ -58,7 +61,7 @@ async def serve(options: FrontendOptions) -> int:
     listener = _bind(options.host, options.port)
     if options.watch_stdin:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-    state = FrontendState(options)
+    state = FrontendState(options, lambda index, lost: _connect(state, index, lost))
     server = _Server(_uvicorn_config(state))
     host, port = listener.getsockname()[:2]
     stop = asyncio.Event()
@@ -66,7 +69,7 @@ async def serve(options: FrontendOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    connecting = asyncio.create_task(_connect(state, options))
+    connecting = asyncio.create_task(state.start())
     stopping = asyncio.create_task(stop.wait())
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _announce({"event": "listening", "address": address})
@@ -125,20 +128,27 @@ def _uvicorn_config(state: FrontendState) -> uvicorn.Config:
     )
 
 
-async def _connect(state: FrontendState, options: FrontendOptions) -> AsyncLLM:
-    """Waits for the engine, and lets the routes have it."""
-    link = await FramedClient.connect(options.engine, options.engine_ready_timeout, name="python-frontend")
-    metrics = Metrics(link.hello, options.served_model_name or link.hello.model.name)
-    client = MeteredClient(link, metrics, lambda error: state.engine_failed(error))
+async def _connect(state: FrontendState, index: int, lost: DeathHandler) -> Engine:
+    """Waits for an engine."""
+    options = state.options
+    path = options.engines[index]
+    link = await FramedClient.connect(path, options.engine_ready_timeout, name="python-frontend")
+    hello = link.hello
+    if hello.engine_index != index:
+        await link.close()
+        message = f"the engine at {path} says that it is number {hello.engine_index}, not {index}"
+        raise RollspanError(message, reason="decode_error")
+    root = hello.model.name
+    served = options.served_model_name or root
+    if state.metrics is None:
+        state.metrics = MetricFamilies(served)
+    client = MeteredClient(link, Metrics(state.metrics, hello), lost)
     llm = await AsyncLLM.from_client(client)
-    state.engine_ready(llm, client)
-    if state.spool is not None:
-        state.spool.start()
-    logger.info("engine %d ready, serving %s", link.hello.engine_index, link.hello.model.name)
-    return llm
+    logger.info("engine %d ready, serving %s", index, root)
+    return Engine(llm, client, dataclasses.replace(hello, model=dataclasses.replace(hello.model, name=served)), root)
 
 
-def _became_ready(connecting: asyncio.Task[AsyncLLM]) -> bool:
+def _became_ready(connecting: asyncio.Task[None]) -> bool:
     error = connecting.exception()
     if error is None:
         return True
@@ -156,20 +166,16 @@ async def _shut_down(
     state.shut_down()
     server.should_exit = True
     await asyncio.wait((serving,), timeout=options.shutdown_timeout)
-    llm = state.llm
-    if llm is not None:
-        if not serving.done():
-            logger.info("ending %d requests that are still open", llm.open_requests)
-        # Readers of open requests get what there is, waiting calls an error.
-        await llm.shutdown()
+    if not serving.done():
+        logger.info("ending %d requests that are still open", state.open_requests)
+    # Readers of open requests get what there is, waiting calls an error.
+    await state.close()
     await asyncio.wait((serving,), timeout=FLUSH_SECONDS)
     if not serving.done():
         logger.warning("some connections did not take their answers in time")
         for connection in list(server.server_state.connections):
             connection.transport.abort()
     await serving
-    if state.spool is not None:
-        await state.spool.close()
 
 
 def _announce(event: dict[str, Any]) -> None:

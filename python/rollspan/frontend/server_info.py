@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import rollspan
-from rollspan.frontend.state import Engine
+from rollspan.frontend.engine import Engine
 
 
-def described(engine: Engine, facts: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's groups of settings as far as clients read them, and what the engine says about itself.
+def described(facts: Sequence[tuple[Engine, dict[str, Any]]], num_engines: int) -> dict[str, Any]:
+    """vLLM's groups of settings as far as clients read them, and what the engines say about themselves.
 
     Args:
-        engine: the engine as it said hello.
-        facts: the engine's answer to ``server_info``.
+        facts: engines that are there, and their answers to ``server_info``; at least one.
+        num_engines: size of the set. Of several engines the answer has a list besides the first one.
     """
-    limits, model = engine.hello.limits, engine.hello.model
+    first, _ = facts[0]
+    limits, model = first.hello.limits, first.hello.model
+    engines = [_engine(engine, told) for engine, told in facts]
     return {
         "vllm_config": {
             "model_config": {
-                "model": engine.root,
+                "model": first.root,
                 "served_model_name": model.name,
                 "architecture": model.architecture,
                 "dtype": model.dtype,
@@ -32,18 +35,28 @@ def described(engine: Engine, facts: dict[str, Any]) -> dict[str, Any]:
                 "max_num_seqs": limits.max_num_seqs,
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
             },
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+            "parallel_config": {
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "data_parallel_size": num_engines,
+            },
             "device_config": {"device": model.device},
             "weight_transfer_config": {"backend": "disk"},
         },
         "version": rollspan.__version__,
         "frontend": "python",
-        "engine": {
-            "version": engine.hello.rollspan_version,
-            "engine_index": engine.hello.engine_index,
-            "pid": engine.hello.pid,
-            "num_parameters": model.num_parameters,
-            "eos_token_ids": model.eos_token_ids,
-            **facts,
-        },
+        "engine": engines[0],
+        **({"engines": engines} if num_engines > 1 else {}),
+    }
+
+
+def _engine(engine: Engine, told: dict[str, Any]) -> dict[str, Any]:
+    hello = engine.hello
+    return {
+        "version": hello.rollspan_version,
+        "engine_index": hello.engine_index,
+        "pid": hello.pid,
+        "num_parameters": hello.model.num_parameters,
+        "eos_token_ids": hello.model.eos_token_ids,
+        **told,
     }

@@ -25,23 +25,23 @@ async def sleep(control: Control) -> Response:
     mode = SLEEP_MODES[0] if mode is None else mode
     if mode not in SLEEP_MODES:
         raise wrong_value("mode", "abort, wait or keep", mode)
-    await control.call("sleep", level, mode)
+    outcomes = await control.call("sleep", level, mode)
     logger.info("sleeping: level %d, mode %s", level, mode)
-    return control.answer({"status": "sleeping", "level": level}, ("level", "mode"))
+    return control.answer({"status": "sleeping", "level": level}, ("level", "mode"), outcomes)
 
 
 async def wake_up(control: Control) -> Response:
     """POST /wake_up: the given parts, or all; what is awake stays so."""
     tags = _tags(control.query.getlist("tags") or control.field("tags"))
-    await control.call("wake_up", tags)
-    sleeping = await control.call("is_sleeping")
+    outcomes = await control.call("wake_up", tags)
+    sleeping = await control.ask("is_sleeping")
     logger.info("woken up: %s", "all" if tags is None else ", ".join(tags))
-    return control.answer({"status": "sleeping" if sleeping else "awake", "tags": tags}, ("tags",))
+    return control.answer({"status": "sleeping" if sleeping else "awake", "tags": tags}, ("tags",), outcomes)
 
 
 async def is_sleeping(control: Control) -> Response:
     """GET /is_sleeping"""
-    return control.answer({"is_sleeping": await control.call("is_sleeping")})
+    return control.answer({"is_sleeping": await control.ask("is_sleeping")})
 
 
 def _level(control: Control) -> int:

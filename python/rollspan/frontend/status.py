@@ -29,16 +29,18 @@ class EngineStatus:
         weight_state: ready, updating, inconsistent, undeclared or sleeping.
         weight_version: label of the weights in force.
         weight_commit: their commit number.
+        paused: the scheduler is.
     """
 
     weight_state: str
     weight_version: str
     weight_commit: int
+    paused: bool
 
     @classmethod
     def at_start(cls, hello: EngineHello) -> EngineStatus:
         """What the engine said in its hello."""
-        return cls(hello.weight_state, hello.weight_version, hello.weight_commit)
+        return cls(hello.weight_state, hello.weight_version, hello.weight_commit, hello.paused)
 
     def update(self, message: EngineCoreOutputs) -> None:
         """Takes in what a message says, as far as it does."""
@@ -46,10 +48,18 @@ class EngineStatus:
             state = message.scheduler_stats.get("weight_state")
             if isinstance(state, str):
                 self.weight_state = state
+            paused = message.scheduler_stats.get("paused")
+            if isinstance(paused, bool):
+                self.paused = paused
         if message.weight_version is not None:
             self.weight_version = message.weight_version
         if message.weight_commit is not None:
             self.weight_commit = message.weight_commit
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the engine can generate."""
+        return self.weight_state not in UNFIT
 
     def check(self) -> None:
         """Raises why the engine cannot generate, if it cannot.

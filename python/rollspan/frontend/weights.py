@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -11,9 +13,11 @@ from starlette.responses import Response
 
 from rollspan.errors import RollspanError, check_label, wrong_value
 from rollspan.frontend.control import Control
+from rollspan.frontend.fan_out import Outcome, agreed, call_engine, successes
 
 logger = logging.getLogger("rollspan.frontend")
 
+INIT = "init_weight_transfer_engine"
 UPDATE_MODES = ("staged", "in_place")
 CHECKS = ("checksum", "compare", "reset")
 DIGEST = re.compile(r"blake3:[0-9a-f]{64}")
@@ -23,16 +27,20 @@ DIGEST_ALLOWED = "blake3: and 64 lower-case hex digits"
 async def init_transfer(control: Control) -> Response:
     """POST /init_weight_transfer_engine"""
     given = control.field("init_info")
-    await control.call("init_weight_transfer_engine", {} if given is None else _info("init_info", given))
+    engines = control.state.engines.callable()
+    infos = [{}] if given is None else _infos(control, "init_info", given)
+    calls = (call_engine(engine, INIT, infos[engine.index if len(infos) > 1 else 0]) for engine in engines)
+    outcomes = await asyncio.gather(*calls)
+    successes(outcomes)
     logger.info("weight transfer initialized")
-    return control.answer({"message": "Weight transfer initialized"}, ("init_info",))
+    return control.answer({"message": "Weight transfer initialized"}, ("init_info",), outcomes)
 
 
 async def shut_down_transfer(control: Control) -> Response:
     """POST /shutdown_weight_transfer_engine"""
-    await control.call("shutdown_weight_transfer_engine")
+    outcomes = await control.call("shutdown_weight_transfer_engine")
     logger.info("weight transfer shut down")
-    return control.answer({"message": "Weight transfer shut down"})
+    return control.answer({"message": "Weight transfer shut down"}, (), outcomes)
 
 
 async def start(control: Control) -> Response:
@@ -40,9 +48,9 @@ async def start(control: Control) -> Response:
     mode = control.field("mode")
     if mode is not None and mode not in UPDATE_MODES:
         raise wrong_value("mode", " or ".join(UPDATE_MODES), mode)
-    await control.call("start_weight_update", *_options(mode=mode))
+    outcomes = await control.state.update.start(*([] if mode is None else [{"mode": mode}]))
     logger.info("weight update started")
-    return control.answer({"message": "Weight update started"}, ("mode",))
+    return control.answer({"message": "Weight update started"}, ("mode",), outcomes)
 
 
 async def start_draft(control: Control) -> Response:
@@ -54,14 +62,15 @@ async def update(control: Control) -> Response:
     """POST /update_weights: a piece of the open update, or with ``weight_dir`` a whole one."""
     if control.field("weight_dir") is not None:
         return await _update_from_directory(control)
-    info = _info("update_info", control.required("update_info"))
-    upload = info.get("upload")
-    if upload is None or info.get("backend") not in (None, "http"):
-        await control.call("update_weights", info)
+    infos = _infos(control, "update_info", control.required("update_info"))
+    from_uploads = [info for info in infos if info.get("backend") in (None, "http")]
+    uploads = [info["upload"] for info in from_uploads if info.get("upload") is not None]
+    if uploads:
+        outcomes = await _update_from_uploads(control, infos, uploads)
     else:
-        await _update_from_upload(control, info, upload)
+        outcomes = await control.state.update.update(infos)
     logger.info("weights updated")
-    return control.answer({"message": "Weights updated"}, ("update_info",))
+    return control.answer({"message": "Weights updated"}, ("update_info",), outcomes)
 
 
 async def finish(control: Control) -> Response:
@@ -73,36 +82,43 @@ async def finish(control: Control) -> Response:
     partial = control.field("partial")
     if partial is not None and not isinstance(partial, bool):
         raise wrong_value("partial", "true or false", partial)
-    result = await control.call("finish_weight_update", label, *_options(digest=digest, partial=partial))
+    asked = {"digest": digest, "partial": partial}
+    options = {name: value for name, value in asked.items() if value is not None}
+    result, outcomes = await control.state.update.finish(label, options)
     _log_commit(result)
     known = ("weight_version", "weight_digest", "partial")
-    return control.answer({"message": "Weight update finished", **result}, known)
+    return control.answer({"message": "Weight update finished", **result}, known, outcomes)
 
 
 async def abort(control: Control) -> Response:
     """POST /abort_weight_update: drops the open update, if there is one."""
-    aborted = await control.call("abort_weight_update")
+    outcomes = await control.state.update.abort()
+    aborted = any(outcome.result for outcome in successes(outcomes))
     logger.info("weight update aborted" if aborted else "no weight update to abort")
-    return control.answer({"status": "aborted", "aborted": aborted})
+    return control.answer({"status": "aborted", "aborted": aborted}, (), outcomes)
 
 
 async def relabel(control: Control) -> Response:
     """POST /update_weight_version: a new label for the weights in force."""
     label = check_label(control.required("new_version"), "new_version")
-    await control.call("set_weight_version", label)
+    outcomes = await control.call("set_weight_version", label)
     logger.info("weight version is now %s", label)
-    return control.answer({"success": True, "new_version": label}, ("new_version",))
+    return control.answer({"success": True, "new_version": label}, ("new_version",), outcomes)
 
 
 async def info(control: Control) -> Response:
     """GET /weight_info"""
-    return control.answer({"weight_version": await control.call("get_weight_version")})
+    return control.answer({"weight_version": await control.ask("get_weight_version")})
 
 
 async def history(control: Control) -> Response:
-    """GET /weight_history: one record for each engine."""
-    records = [await control.call("get_weight_history")]
-    return control.answer({"engines": records, "consistent": _consistent(records)})
+    """GET /weight_history: one record for each engine, also for one that is not there."""
+    outcomes = await control.call("get_weight_history")
+    records = {outcome.engine.index: outcome.result for outcome in outcomes if outcome.error is None}
+    for index in range(len(control.state.engines)):
+        records.setdefault(index, {"engine_index": index, "state": "dead", "weight_digest": None})
+    listed = [record for _, record in sorted(records.items())]
+    return control.answer({"engines": listed, "consistent": _consistent(listed)})
 
 
 async def check(control: Control) -> Response:
@@ -116,8 +132,14 @@ async def check(control: Control) -> Response:
         if not isinstance(baseline, dict) or not all(isinstance(digest, str) for digest in baseline.values()):
             raise wrong_value("baseline", "an object of digests by name", baseline)
         arguments.append(baseline)
-    result = await control.call("check_weights", *arguments)
-    return control.answer(result, ("action", "baseline"))
+    outcomes = await control.call("check_weights", *arguments)
+    results = [outcome.result for outcome in outcomes if outcome.error is None]
+    if action == "compare":
+        mismatches = sorted({name for result in results for name in result["mismatches"]})
+        value = {"match": all(result["match"] for result in results), "mismatches": mismatches}
+    else:
+        value = agreed(outcomes)
+    return control.answer(value, ("action", "baseline"), outcomes if action != "checksum" else None)
 
 
 async def _update_from_directory(control: Control) -> Response:
@@ -130,25 +152,33 @@ async def _update_from_directory(control: Control) -> Response:
         raise wrong_value("weight_dir", "the path of a directory of safetensors", directory)
     label = _label(control)
     async with control.state.directory_update:
-        await control.call("start_weight_update")
-        await control.call("update_weights", {"backend": "disk", "path": directory})
-        result = await control.call("finish_weight_update", label)
+        update = control.state.update
+        await update.start()
+        await update.update([{"backend": "disk", "path": directory}])
+        result, outcomes = await update.finish(label, {})
     _log_commit(result)
-    return control.answer({"message": "Weights updated", **result}, ("weight_dir", "weight_version"))
+    return control.answer({"message": "Weights updated", **result}, ("weight_dir", "weight_version"), outcomes)
 
 
-async def _update_from_upload(control: Control, info: Mapping[str, Any], upload: Any) -> None:
-    """An update from files that clients have uploaded; once they are in the engine they are deleted."""
+async def _update_from_uploads(control: Control, infos: list[dict[str, Any]], uploads: list[Any]) -> list[Outcome]:
+    """An update from files that clients have uploaded; once they are in the engines they are deleted."""
     spool = control.state.open_spool()
-    with spool.reading(upload):
-        await control.call("update_weights", info)
-    await spool.delete(upload)
+    with contextlib.ExitStack() as held:
+        for upload in uploads:
+            held.enter_context(spool.reading(upload))
+        outcomes = await control.state.update.update(infos)
+    for upload in uploads:
+        await spool.delete(upload)
+    return outcomes
 
 
-def _info(name: str, given: Any) -> dict[str, Any]:
-    found = given[0] if isinstance(given, list) and len(given) == 1 else given
-    if not isinstance(found, dict):
-        raise wrong_value(name, "an object or a list of one object", given)
+def _infos(control: Control, name: str, given: Any) -> list[dict[str, Any]]:
+    """One object for all engines, or one for each."""
+    count = len(control.state.engines)
+    found = given if isinstance(given, list) else [given]
+    if len(found) not in (1, count) or not all(isinstance(info, dict) for info in found):
+        objects = "one object" if count == 1 else f"1 or {count} objects"
+        raise wrong_value(name, f"an object or a list of {objects}", given)
     return found
 
 
@@ -157,16 +187,11 @@ def _label(control: Control) -> str | None:
     return None if label is None else check_label(label, "weight_version")
 
 
-def _options(**options: Any) -> list[dict[str, Any]]:
-    """The options of a call that were given, as its last argument; none when there are none."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return [given] if given else []
-
-
 def _consistent(records: list[dict[str, Any]]) -> bool:
     """Whether all engines serve the same weights: each is ready, and all have one digest."""
     digests = {record.get("weight_digest") for record in records}
-    return all(record.get("state") == "ready" for record in records) and len(digests) == 1
+    known = len(records) == 1 or None not in digests
+    return all(record.get("state") == "ready" for record in records) and len(digests) == 1 and known
 
 
 def _log_commit(result: Mapping[str, Any]) -> None:
