@@ -27,6 +27,10 @@ FRONTEND_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "N", "type": int, "help": "most open requests; more get 429 (default: 4096)"},
     ),
     (
+        "--max-weight-upload-bytes",
+        {"metavar": "N", "type": int, "help": "most bytes of uploads of weights (default: two models, and 64 MiB)"},
+    ),
+    (
         "--strict-requests",
         {"action": "store_true", "help": "refuse unknown fields of generate requests, not only name them"},
     ),
@@ -76,6 +80,27 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             options["type"] = int if "int" in kinds else float if "float" in kinds else str
             options["metavar"] = "N" if "int" in kinds else field.name.rsplit("_", 1)[-1].upper()
         group.add_argument(metadata.get("flag", "--" + field.name.replace("_", "-")), dest=field.name, **options)
+
+
+def add_set_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of engines."""
+    parser.add_argument(
+        "--data-parallel-size",
+        metavar="N",
+        type=_at_least_one,
+        default=1,
+        help="engines with the same weights, each for requests of its own (default: 1)",
+    )
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be an integer of at least 1")
+    return value
+
+
+_at_least_one.__name__ = "integer"
 
 
 def _flag_help(field: dataclasses.Field[Any]) -> str:

@@ -23,7 +23,7 @@ from rollspan import numerics
 from rollspan.config import EngineConfig
 
 BINARY_NAME = "rollspan-http"
-SOCKET_NAME = "engine-0.sock"
+SHARED_MEMORY = Path("/dev/shm")
 MAX_SOCKET_PATH_BYTES = 100
 """Unix socket addresses hold 108 bytes on Linux and 104 on macOS, the terminating zero included."""
 
@@ -71,12 +71,18 @@ def start_engine(
     Raises:
         LaunchError: the directory's path is too long for a socket, or the process cannot be started.
     """
-    socket_path = directory / SOCKET_NAME
+    socket_path = engine_socket(directory, config.engine_index)
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
         raise LaunchError(f"the path {socket_path} is too long for a socket: set TMPDIR to a shorter directory")
+    socket_path.unlink(missing_ok=True)  # of one that was killed, which this one replaces
     command = [*engine_command(config, socket_path, log_level), "--watch-stdin"]
     environment = engine_environment(config) | dict(env or {})
     return EngineProcess(start_process(command, environment, stdout=stdout, stderr=stderr), socket_path)
+
+
+def engine_socket(directory: Path, index: int) -> Path:
+    """Socket of an engine of the server that has this directory."""
+    return directory / f"engine-{index}.sock"
 
 
 def engine_command(config: EngineConfig, socket_path: Path, log_level: str) -> list[str]:
@@ -119,13 +125,15 @@ def stop_process(process: subprocess.Popen[bytes], timeout: float) -> int:
 
 
 @contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A new directory of mode 0700 for sockets, removed with everything in it at the end.
+def private_directory(base: Path | None = None) -> Iterator[Path]:
+    """A new directory of mode 0700, removed with everything in it at the end.
 
-    In ``XDG_RUNTIME_DIR`` where there is one, which is private and on no disk, else in the temporary directory.
+    Without ``base`` it is for sockets: in ``XDG_RUNTIME_DIR`` where there is one, which is private and on no disk, else
+    in the temporary directory.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = runtime if runtime and os.access(runtime, os.W_OK | os.X_OK) else None
+    if base is None:
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")
+        base = runtime if os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     directory = Path(tempfile.mkdtemp(prefix="rollspan-", dir=base))
     try:
         yield directory
@@ -133,14 +141,22 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def spool_base(model: Path) -> Path:
+    """Where uploads of weights go: to memory where that has room for two copies of the model's files, else to disk."""
+    needed = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and shutil.disk_usage(SHARED_MEMORY).free > needed:
+        return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
 def engine_environment(config: EngineConfig) -> dict[str, str]:
     """Environment of an engine process: this process's own, with what a compute process needs.
 
-    One physical core is left to the frontend and the clients; threads that wait give their core away. What the user
-    has set stays, except that ``num_threads`` of the configuration wins over ``OMP_NUM_THREADS``. A batch-invariant
-    engine gets MKL's strict mode.
+    One physical core is left to the frontend and the clients, engines of a set share the others and have a GPU each,
+    as far as there are enough; threads that wait give their core away. What the user has set stays, except that
+    ``num_threads`` of the configuration wins over ``OMP_NUM_THREADS``. A batch-invariant engine gets MKL's strict mode.
     """
-    threads = str(config.num_threads or max(1, physical_cores() - 1))
+    threads = str(config.num_threads or max(1, (physical_cores() - 1) // config.num_engines))
     defaults = {
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -153,7 +169,18 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     environment = defaults | dict(os.environ)
     if config.num_threads is not None:
         environment["OMP_NUM_THREADS"] = threads
+    gpus = visible_gpus() if config.num_engines > 1 and config.device in ("auto", "cuda") else []
+    if len(gpus) > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[config.engine_index % len(gpus)]
     return environment
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that child processes see, in their order, as CUDA_VISIBLE_DEVICES spells them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 def physical_cores() -> int:

@@ -265,7 +265,7 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing_behind(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
     def start(config: EngineConfig, directory: Path) -> launcher.EngineProcess:
-        path = directory / launcher.SOCKET_NAME
+        path = launcher.engine_socket(directory, 0)
         return launcher.EngineProcess(launcher.start_process([sys.executable, "-c", program, str(path)]), path)
 
     runtime_directory = socket_path.parent

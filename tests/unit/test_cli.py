@@ -24,6 +24,7 @@ def exit_code(arguments: list[str]) -> int:
 def parsed(*arguments: str) -> dict[str, object]:
     parser = flags.Parser(prog="test")
     flags.add_engine_flags(parser)
+    flags.add_set_flags(parser)
     flags.add_frontend_flags(parser)
     return vars(parser.parse_args(arguments))
 
@@ -57,6 +58,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["sreve"], 2, "invalid choice: 'sreve'"),
         (["serve", "--prot", "1"], 2, "unrecognized arguments: --prot"),
         (["serve", "--port", "http"], 2, "argument --port: invalid int value: 'http'"),
+        (["serve", "--data-parallel-size", "0"], 2, "must be an integer of at least 1"),
         (["serve", "--dtype", "int4"], 2, "argument --dtype: invalid choice: 'int4'"),
         (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs must be an integer of at least 1, got 0"),
         (["serve", "--weight-version", ""], 2, "weight_version must be a string of 1 to 256 bytes"),
@@ -75,13 +77,14 @@ def test_a_mistake_is_told_in_one_line(
 
 
 def test_every_field_of_the_engine_config_is_a_flag() -> None:
-    values = {"model": "add2-sft", "dtype": "bfloat16", "device": "cpu", "logprobs_mode": "raw"}
+    values = {"model": "add2-sft", "dtype": "bfloat16", "device": "cpu", "engine_index": "6"}
     arguments = ["add2-sft"]
     for field in dataclasses.fields(EngineConfig):
         if field.metadata.get("positional"):
             continue
         flag = "--" + field.name.replace("_", "-")
-        arguments += [flag] if "bool" in str(field.type) else [flag, values.get(field.name, "7")]
+        value = values.get(field.name, field.metadata.get("choices", ["7"])[-1])
+        arguments += [flag] if "bool" in str(field.type) else [flag, value]
     config = flags.engine_config(flags.Parser(), parsed(*arguments))
     assert config.model == str(models.path("add2-sft"))
     assert (config.block_size, config.weight_version, config.dtype) == (7, "7", "bfloat16")
@@ -122,11 +125,15 @@ def test_the_banner_tells_where_and_how(capsys: pytest.CaptureFixture[str]) -> N
     banner = serve.Banner(config, Frontend("rust", ("rollspan-http",), "found"), events=True)
     banner({"event": "listening", "address": "127.0.0.1:8123"})
     banner({"event": "ready"})
+    ended = {"event": "engine_ended", "engine_index": 1, "message": "engine 1 was killed", "restart_seconds": 2.0}
+    banner(ended)
     output = capsys.readouterr()
     url = "http://127.0.0.1:8123"
     assert [json.loads(line) for line in output.out.splitlines()] == [
         {"event": "listening", "url": url},
         {"event": "ready", "url": url},
+        {**ended, "url": url},
     ]
+    assert "engine 1 was killed; it is started again in 2 s" in output.err
     assert f"ready: qwen at {url} through the rust frontend" in output.err
     assert f"curl {url}/inference/v1/generate" in output.err

@@ -5,7 +5,9 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,6 +16,10 @@ from rollspan.config import EngineConfig
 from rollspan.launcher import LaunchError
 
 VERSION = "1.2.3"
+
+
+class Usage(NamedTuple):
+    free: int
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +104,30 @@ def test_the_private_directory_is_private_and_goes_away() -> None:
     assert not directory.exists()
 
 
+@pytest.mark.parametrize(("room", "in_memory"), [(21, True), (20, False)])
+def test_uploads_go_to_memory_where_it_has_room_for_two_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, in_memory: bool
+) -> None:
+    model, memory, disk = (tmp_path / name for name in ("model", "memory", "disk"))
+    for directory in (model, memory, disk):
+        directory.mkdir()
+    (model / "config.json").write_bytes(b"{}")
+    for name in ("a", "b"):
+        (model / f"{name}.safetensors").write_bytes(b"12345")
+    monkeypatch.setattr(launcher, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(launcher.shutil, "disk_usage", lambda path: Usage(room))
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(disk))
+    assert launcher.spool_base(model) == (memory if in_memory else disk)
+    with launcher.private_directory(launcher.spool_base(model)) as directory:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert not directory.exists()
+
+
+def test_without_shared_memory_uploads_go_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "SHARED_MEMORY", tmp_path / "nowhere")
+    assert launcher.spool_base(tmp_path) == Path(tempfile.gettempdir())
+
+
 def test_a_directory_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="too long for a socket: set TMPDIR"):
         launcher.start_engine(EngineConfig(model="m"), tmp_path / ("x" * 120))
@@ -110,6 +140,30 @@ def test_the_engine_leaves_a_core_to_the_frontend(monkeypatch: pytest.MonkeyPatc
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
     assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_engines_of_a_set_share_the_cores_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "physical_cores", lambda: 9)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5,7")
+    environments = [
+        launcher.engine_environment(EngineConfig(model="m", engine_index=index, num_engines=4)) for index in range(4)
+    ]
+    assert [environment["OMP_NUM_THREADS"] for environment in environments] == ["2"] * 4
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["3", "GPU-5", "7", "3"]
+    for config in (EngineConfig(model="m"), EngineConfig(model="m", device="cuda:1", num_engines=2)):
+        assert launcher.engine_environment(config)["CUDA_VISIBLE_DEVICES"] == "3, GPU-5,7"
+
+
+def test_each_engine_has_its_socket_and_one_left_by_a_dead_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launcher, "start_process", lambda command, *_, **__: started.append(command))
+    (tmp_path / "engine-1.sock").touch()
+    engine = launcher.start_engine(EngineConfig(model="m", engine_index=1, num_engines=2), tmp_path)
+    assert engine.socket_path == tmp_path / "engine-1.sock"
+    assert str(engine.socket_path) in started[0]
+    assert not engine.socket_path.exists()
 
 
 def test_one_core_still_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class Pair:
 
     def run(self, engine: str, frontend: str) -> Any:
         return Supervisor(self._report, shutdown_timeout=1.0).run(
-            partial(self._start_engine, engine), partial(self._start_frontend, frontend)
+            [partial(self._start_engine, engine)], partial(self._start_frontend, frontend)
         )
 
     def _report(self, event: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ def test_wrong_usage_of_the_frontend_keeps_its_exit_code(pair: Pair) -> None:
 def test_a_frontend_that_cannot_be_started_leaves_no_engine(pair: Pair) -> None:
     starting = Supervisor(pair.reported.append, shutdown_timeout=1.0)
     with pytest.raises(LaunchError, match="cannot start /no/such/program: No such file or directory"):
-        starting.run(partial(pair._start_engine, SERVING_ENGINE), lambda: start_process(["/no/such/program"]))
+        starting.run([partial(pair._start_engine, SERVING_ENGINE)], lambda: start_process(["/no/such/program"]))
     assert pair.engine is not None
     assert pair.engine.returncode is not None
 
@@ -218,3 +218,79 @@ def test_the_previous_signal_handlers_are_put_back(pair: Pair) -> None:
     pair.on_ready = signal_myself(signal.SIGTERM)
     pair.run(SERVING_ENGINE, SERVING_FRONTEND)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Trio(Pair):
+    """Two engines and a frontend; engine 1 runs a script of its own, the last of several from then on."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.second: list[subprocess.Popen[bytes]] = []
+
+    def run_set(self, second: list[str], first: str = SERVING_ENGINE, frontend: str = SERVING_FRONTEND) -> Any:
+        def start_second() -> EngineProcess:
+            self.second.append(self._start(second[min(len(self.second), len(second) - 1)]))
+            return EngineProcess(self.second[-1], Path("/nowhere"))
+
+        supervised = Supervisor(self._report, shutdown_timeout=1.0)
+        return supervised.run(
+            [partial(self._start_engine, first), start_second], partial(self._start_frontend, frontend)
+        )
+
+    def assert_nothing_runs(self) -> None:
+        super().assert_nothing_runs()
+        for process in self.second:
+            assert process.returncode is not None
+
+
+STEADY = "end_politely('second'); signal.pause()"
+
+
+@pytest.fixture
+def trio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trio:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", (0.01, 0.02))
+    return Trio(tmp_path)
+
+
+def test_of_several_engines_one_that_ends_is_started_again(trio: Trio) -> None:
+    def heed(event: Mapping[str, Any]) -> None:
+        if event["event"] == "ready":
+            trio.second[0].kill()
+        elif event["event"] == "engine_started" and len(trio.second) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = trio._report
+    trio._report = lambda event: (report(event), heed(event))[0]  # type: ignore[method-assign]
+    assert trio.run_set([STEADY, "sys.exit('error: no room')", STEADY]) is None
+    killed = "engine 1 was killed by SIGKILL (by a user, or for lack of memory)"
+    failed = "engine 1 ended with exit code 1: no room"
+    assert trio.reported[2:] == [
+        {"event": "engine_ended", "engine_index": 1, "message": killed, "restart_seconds": 0.01},
+        {"event": "engine_started", "engine_index": 1},
+        {"event": "engine_ended", "engine_index": 1, "message": failed, "restart_seconds": 0.02},
+        {"event": "engine_started", "engine_index": 1},
+    ]
+    assert trio.log.read_text().split()[0] == "frontend"
+    trio.assert_nothing_runs()
+
+
+def test_an_engine_of_several_that_cannot_start_ends_all(trio: Trio) -> None:
+    frontend = "end_politely('frontend'); event(event='listening', address='127.0.0.1:1234'); signal.pause()"
+    failure = trio.run_set(["await_engine(); sys.exit('error: no room')"], frontend=frontend)
+    assert failure.message == "engine 1 ended with exit code 1: no room"
+    trio.assert_nothing_runs()
+
+
+def test_a_signal_while_an_engine_waits_for_its_restart_stops_all(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", (60.0,))
+
+    def heed(event: Mapping[str, Any]) -> None:
+        if event["event"] == "ready":
+            trio.second[0].kill()
+        elif event["event"] == "engine_ended":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = trio._report
+    trio._report = lambda event: (report(event), heed(event))[0]  # type: ignore[method-assign]
+    assert trio.run_set([STEADY]) is None
+    trio.assert_nothing_runs()
