@@ -85,15 +85,16 @@ class HttpClient:
         while self._idle:
             self._idle.pop().close()
 
-    async def request(self, method: str, path: str, body: Any = None) -> Any:
+    async def request(self, method: str, path: str, body: Any = None, *, once: bool = False) -> Any:
         """Send one request and return the decoded JSON answer (None for an empty one).
 
-        ``body`` is sent as JSON, or as it is where it is a :class:`Content`.
+        ``body`` is sent as JSON, or as it is where it is a :class:`Content`. A connection that was used
+        before may turn out to be closed, and the request is sent again then; with ``once`` it has a new one.
 
         Raises:
             HttpError: any status but 2xx, an answer that is no JSON, or no answer.
         """
-        async with self._exchange(method, path, body) as connection:
+        async with self._exchange(method, path, body, once) as connection:
             data = b"".join([piece async for piece in connection.body()])
             answer = _decode(data, connection.status)
             if not 200 <= connection.status < 300:
@@ -129,14 +130,14 @@ class HttpClient:
                 raise HttpError("the stream ended without [DONE]", status=None, reason="protocol")
 
     @contextlib.asynccontextmanager
-    async def _exchange(self, method: str, path: str, body: Any) -> AsyncIterator[_Connection]:
+    async def _exchange(self, method: str, path: str, body: Any, once: bool = False) -> AsyncIterator[_Connection]:
         content = Content.of(body)
         length = sum(len(piece) for piece in content.pieces)
         headers = [*self._headers, ("Content-Length", str(length)), *content.headers]
         request = h11.Request(method=method, target=self._url.path.rstrip("/") + path, headers=headers)
         connection: _Connection | None = None
         try:
-            connection = await self._send(request, content)
+            connection = await self._send(request, content, once)
             yield connection
         except (OSError, EOFError) as error:
             message = f"{method} {path}: {str(error) or 'the server closed the connection'}"
@@ -149,15 +150,16 @@ class HttpClient:
             elif connection is not None:
                 connection.close()
 
-    async def _send(self, request: h11.Request, content: Content) -> _Connection:
-        while self._idle:
+    async def _send(self, request: h11.Request, content: Content, once: bool) -> _Connection:
+        while self._idle and not once:
             connection = self._idle.pop()
             try:
                 await connection.send(request, content)
-            except (OSError, EOFError):
-                # The server closed it while it was idle.
+            except BaseException as error:
                 connection.close()
-                continue
+                if isinstance(error, OSError | EOFError):  # the server closed it while it was idle
+                    continue
+                raise
             return connection
         connection = await _Connection.open(self._url)
         try:

@@ -68,6 +68,34 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> N
         assert [await client.request("GET", "/") for _ in range(3)] == [1, 1, 1]
 
 
+async def test_a_request_that_is_cancelled_closes_its_connection_new_or_used_before() -> None:
+    left = asyncio.Event()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.read(1000):
+            if head.startswith(b"GET /once"):
+                writer.write(answer(None)[0])
+        left.set()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with HttpClient(f"http://127.0.0.1:{port}") as client:
+            await client.request("GET", "/once")
+            for _ in range(2):
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(client.request("GET", "/never"), 0.05)
+                await left.wait()
+                left.clear()
+
+
+async def test_a_request_that_must_not_be_repeated_has_a_connection_of_its_own() -> None:
+    async with scripted_server(lambda *_: [*answer(1)]) as server, HttpClient(server.url) as client:
+        for once in (False, False, True):
+            await client.request("POST", "/", once=once)
+        assert server.connections == 2
+
+
 async def collect(client: HttpClient) -> list[Any]:
     async with aclosing(client.stream("/inference/v1/generate", {"stream": True})) as events:
         return [event async for event in events]
