@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,37 @@ PARAM = "update_info.path"
 
 
 class DiskTransport(Transport):
-    """``update_info``: ``{"path": DIR}``, absolute under the weights root or relative to it."""
+    """``update_info``: ``{"path": DIR}``, absolute under the weights root or relative to it. All of it is copied."""
 
     name = "disk"
 
     def receive(self, info: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        return read_tensors(info, self.context.root, self.check_cancelled)
+        directory = _directory(info, self.context.root)
+        assert self.context.root is not None
+        files, weight_map = _files(directory, self.context.root)
+        seen: set[str] = set()
+        for file in files:
+            for name, tensor in self._read(file):
+                if name in seen:
+                    raise _invalid(f"tensor {name!r} is in more than one file of {directory}")
+                seen.add(name)
+                yield name, tensor
+        missing = sorted(set(weight_map or ()) - seen)
+        if missing:
+            raise _invalid(f"the index promises {missing[0]!r} ({len(missing)} missing in all), but no file holds it")
+
+    def _read(self, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from read_safetensors(file, self.check_cancelled)
+        except (OSError, SafetensorsError) as error:
+            raise _invalid(f"{file.name} cannot be read as safetensors: {error}") from None
 
 
 def _invalid(message: str, param: str = PARAM) -> RollspanError:
     return RollspanError(message, reason="weights_invalid", param=param)
 
 
-def resolve_directory(info: Mapping[str, Any], root: Path | None) -> Path:
+def _directory(info: Mapping[str, Any], root: Path | None) -> Path:
     """The directory that ``update_info`` names: absolute under ``root``, or relative to it; links are followed first.
 
     Raises:
@@ -97,39 +115,3 @@ def _files(directory: Path, root: Path) -> tuple[list[Path], dict[str, str] | No
             raise _invalid(f"{directory / name} is no regular file")
         files.append(file)
     return files, weight_map
-
-
-def read_tensors(
-    info: Mapping[str, Any], root: Path | None, check: Callable[[], None] = lambda: None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor of the directory once, by name, in memory of its own: the files may vanish afterwards.
-
-    Args:
-        info: ``update_info`` of the request: ``{"path": str}``.
-        root: directory under which paths must lie; None refuses all.
-        check: called before each read; what it raises ends the reading.
-
-    Raises:
-        RollspanError: ``weights_invalid`` for a path outside, a missing or broken file, or a tensor that the index
-            promises and no file holds.
-    """
-    directory = resolve_directory(info, root)
-    assert root is not None
-    files, weight_map = _files(directory, root)
-    seen: set[str] = set()
-    for file in files:
-        for name, tensor in _read_file(file, check):
-            if name in seen:
-                raise _invalid(f"tensor {name!r} is in more than one file of {directory}")
-            seen.add(name)
-            yield name, tensor
-    missing = sorted(set(weight_map or ()) - seen)
-    if missing:
-        raise _invalid(f"the index promises {missing[0]!r} ({len(missing)} missing in all), but no file holds it")
-
-
-def _read_file(file: Path, check: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        yield from read_safetensors(file, check)
-    except (OSError, SafetensorsError) as error:
-        raise _invalid(f"{file.name} cannot be read as safetensors: {error}") from None
