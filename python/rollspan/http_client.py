@@ -191,8 +191,8 @@ class _Connection:
         head = self._state.send(request) or b""
         for piece in content.pieces:
             for start in range(0, len(piece), _WRITE_BYTES):
-                part = piece[start : start + _WRITE_BYTES]
-                self._state.send_with_data_passthrough(h11.Data(data=part))  # counts the bytes; they need no framing
+                part: Any = piece[start : start + _WRITE_BYTES]  # h11 only counts it, its type says bytes
+                self._state.send_with_data_passthrough(h11.Data(data=part))
                 self._writer.write(b"".join((head, part)) if head else part)
                 head = b""
                 await self._writer.drain()
