@@ -273,6 +273,7 @@ class AsyncLLM(AsyncWeightControl):
         return client
 
     def _listen(self, client: EngineCoreClient) -> None:
+        self._processor.engine_index = client.hello.engine_index
         client.set_output_handler(self._on_outputs)
         client.set_death_handler(self._processor.fail_all)
 

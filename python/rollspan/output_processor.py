@@ -150,6 +150,8 @@ class OutputProcessor:
         self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
         #: Requests that have failed so far.
         self.failures = 0
+        #: Index of the engine, which requests that end before it has said anything still name.
+        self.engine_index = 0
 
     def __len__(self) -> int:
         """Number of open requests."""
@@ -170,6 +172,7 @@ class OutputProcessor:
                 param="request_id",
             )
         state = RequestState(admitted, wake, include_weight_versions)
+        state.engine_index = self.engine_index
         self._requests[admitted.request_id] = state
         for sequence in state.sequences:
             self._sequences[sequence.internal_id] = (state, sequence)

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,14 @@ def frontend_command(kind: str) -> list[str]:
 
 
 class FrontendProcess:
-    """A started frontend. ``url`` is set once it listens; `wait_ready` waits for the engine's hello."""
+    """A frontend on one or several engines. ``url`` is set once it listens; `wait_ready` waits for their hellos."""
 
-    def __init__(self, kind: str, engine: Path, *flags: str) -> None:
+    def __init__(self, kind: str, engines: Path | Sequence[Path], *flags: str) -> None:
         self.kind = kind
+        sockets = [engines] if isinstance(engines, Path) else engines
+        chosen = [word for path in sockets for word in ("--engine", str(path))]
         self.process = subprocess.Popen(
-            [*frontend_command(kind), "--engine", str(engine), "--port", "0", "--watch-stdin", *flags],
+            [*frontend_command(kind), *chosen, "--port", "0", "--watch-stdin", *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

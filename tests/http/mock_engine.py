@@ -119,12 +119,15 @@ class MockEngine:
         return not self._requests.empty()
 
     def batch(
-        self, outputs: Sequence[EngineCoreOutput], version: str | None = "default", commit: int | None = 0
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        version: str | None = "default",
+        commit: int | None = 0,
+        engine_index: int = 0,
     ) -> None:
         """Sends one step's outputs."""
-        self._send_outputs(
-            EngineCoreOutputs(outputs=list(outputs), weight_version=version, weight_commit=commit, timestamp=1.0)
-        )
+        stamp = {"engine_index": engine_index, "weight_version": version, "weight_commit": commit}
+        self._send_outputs(EngineCoreOutputs(outputs=list(outputs), timestamp=1.0, **stamp))  # type: ignore[arg-type]
 
     def tokens(
         self,
@@ -137,6 +140,7 @@ class MockEngine:
         **fields: Any,
     ) -> None:
         """Sends new tokens of one request."""
+        engine_index = fields.pop("engine_index", 0)
         output = EngineCoreOutput(
             request_id=request_id,
             new_token_ids=list(token_ids),
@@ -144,7 +148,7 @@ class MockEngine:
             admission=fields.pop("admission", ("default", 0)),
             **fields,
         )
-        self.batch([output], version, commit)
+        self.batch([output], version, commit, engine_index)
 
     def stats(self, version: str, commit: int, **stats: Any) -> None:
         """Sends scheduler stats."""

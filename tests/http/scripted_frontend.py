@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,53 @@ class Mocked:
     def __init__(self, engine: MockEngine, frontend: FrontendProcess) -> None:
         self.engine = engine
         self.frontend = frontend
+
+
+class MockedSet:
+    """Scripted engines of one set, and the frontend in front of them."""
+
+    def __init__(self, kind: str, directory: Path, size: int, *flags: str) -> None:
+        self.directory = Path(tempfile.mkdtemp(dir=directory))
+        self.engines = [MockEngine(self.directory / f"{index}.sock") for index in range(size)]
+        try:
+            self.frontend = FrontendProcess(kind, [engine.path for engine in self.engines], *flags)
+        except BaseException:
+            self._close_engines()
+            raise
+        for index, engine in enumerate(self.engines):
+            engine.accept(hello_with(engine_index=index))
+        self.frontend.wait_ready()
+
+    def restart(self, index: int, **hello: Any) -> None:
+        """Puts a new engine in the place of one that was closed, and greets the frontend."""
+        path = self.engines[index].path
+        path.unlink()
+        self.engines[index] = MockEngine(path)
+        self.engines[index].accept(hello_with(engine_index=index, **hello))
+
+    def forget(self) -> None:
+        """Drops what the engines have received and nobody asked for."""
+        for engine in self.engines:
+            engine.forget()
+
+    def expect(self, method: str, args: list[Any], results: Sequence[Any] = (None, None)) -> None:
+        """Each engine gets this call, and answers with its result; a tuple is a refusal: (message, reason)."""
+        for engine, result in zip(self.engines, results, strict=True):
+            call = engine.next_call(method)
+            assert call.args == args
+            if isinstance(result, tuple):
+                engine.refuse(call, *result)
+            else:
+                engine.reply(call, result)
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.frontend.close()
+        self._close_engines()
+
+    def _close_engines(self) -> None:
+        for engine in self.engines:
+            engine.close()
 
 
 class MockFactory:

@@ -114,7 +114,10 @@ class SetUpdate:
             )
         )
         done = self._judged(outcomes, last=True)
-        self._engines.join([outcome.engine for outcome in done])
+        back = [outcome.engine for outcome in done if outcome.engine not in serving]
+        if any(engine.status.paused for engine in serving):  # those that are back have not heard of that pause
+            await call_all([engine for engine in back if not engine.status.paused], "pause_generation", "keep", False)
+        self._engines.join(back)
         return done[0].result, outcomes
 
     def _taking_part(self) -> list[Engine]:
