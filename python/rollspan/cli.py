@@ -31,6 +31,7 @@ COMMANDS = {
     "engine": ("run an engine alone, for a frontend started apart", "rollspan.serve", "engine"),
     "demo": ("see rollouts across a live weight update, coloured by version", "rollspan.demo", "main"),
     "verify": ("score recorded rollouts again under the checkpoints that their spans name", "rollspan.verify", "main"),
+    "digest": ("print the content digest of a model's weights", "rollspan.digest_command", "main"),
     "bench": ("measure a running server, or the engine alone and against others", "rollspan.bench", "main"),
 }
 """Name of a command -> what it does, its module, and the function there that takes the words after the name."""

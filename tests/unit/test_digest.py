@@ -14,7 +14,9 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from rollspan import cli, models
 from rollspan.digest import combine, tensor_digest, untied, weight_digest
 from rollspan.errors import RollspanError
 from rollspan.safetensors_format import CODES
@@ -168,3 +170,22 @@ def test_a_digest_is_64_hexadecimal_digits_behind_its_kind() -> None:
     assert re.fullmatch(r"blake3:[0-9a-f]{64}", weight_digest({}))
     array = np.zeros(0, dtype=np.uint8)
     assert weight_digest({}) == "blake3:" + blake3(array.tobytes()).hexdigest()
+
+
+def test_the_command_prints_the_digest_of_a_model_as_an_engine_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.path("add2-rl"))
+    assert cli.main(["digest", "add2-rl"]) == 0
+    assert capsys.readouterr().out == f"{weight_digest(model)}\n"
+    assert cli.main(["digest", "add2-rl", "--dtype", "bfloat16", "--tensors"]) == 0
+    *tensors_printed, last = capsys.readouterr().out.splitlines()
+    model = AutoModelForCausalLM.from_pretrained(models.path("add2-rl"), dtype=torch.bfloat16)
+    assert last == weight_digest(model)
+    assert tensors_printed == [f"{tensor_digest(name, tensor).hex()}  {name}" for name, tensor in untied(model).items()]
+
+
+def test_the_command_says_what_it_cannot_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["digest", str(path)])
+        assert caught.value.code == 1
+        assert capsys.readouterr().err.startswith("rollspan digest: error: ")
