@@ -1,25 +1,26 @@
-"""Two engines for the whole room, each with every kind of client in front of it."""
+"""Engines for the whole room, each with every kind of client in front of it."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from clients import drive
 from counting_model import Checkpoints, write_zero_head
 
 from rollspan import models
-from rollspan.async_llm import AsyncLLM
-from rollspan.client.framed import FramedClient
 from rollspan.config import EngineConfig
-from rollspan.launcher import private_directory
-from support.drivers import AsyncLLMDriver, Driver, HttpDriver
+from rollspan.launcher import SHARED_MEMORY, private_directory
+from support.drivers import Driver
 from support.servers import FRONTENDS, Server
 
 KV_BYTES = 64 * 1024 * 1024
-START_SECONDS = 100.0
+PATIENCE_SECONDS = 4.0
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +32,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.fixture(scope="session")
 def counting_server(checkpoints: Checkpoints) -> Iterator[Server]:
     """An engine that serves the counting model."""
-    config = EngineConfig(
-        model=str(checkpoints.emitting(0)), weights_root=str(checkpoints.root), kv_cache_memory=KV_BYTES, num_threads=1
-    )
-    with private_directory() as directory:
-        server = Server(config, directory)
+    with _serving(checkpoints.emitting(0), checkpoints.root) as server:
         yield server
-        server.close()
+
+
+@pytest.fixture(scope="session")
+def impatient_server(checkpoints: Checkpoints) -> Iterator[Server]:
+    """An engine that waits for trainers for few seconds only, and launches steps before the last one is read."""
+    with _serving(
+        checkpoints.emitting(0), checkpoints.root, async_scheduling=True, weight_update_timeout=PATIENCE_SECONDS
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -53,20 +58,25 @@ def embedded_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def embedded_server(embedded_root: Path) -> Iterator[Server]:
     """An engine that serves the embedded model."""
-    config = EngineConfig(
-        model=str(embedded_root / "rl"), weights_root=str(embedded_root), kv_cache_memory=KV_BYTES, num_threads=1
-    )
-    with private_directory() as directory:
+    with _serving(embedded_root / "rl", embedded_root) as server:
+        yield server
+
+
+@contextmanager
+def _serving(model: Path, root: Path, **options: Any) -> Iterator[Server]:
+    """A server with a spool in memory, as the launcher makes it."""
+    with private_directory() as directory, private_directory(SHARED_MEMORY) as spool:
+        config = EngineConfig(
+            model=str(model),
+            weights_root=str(root),
+            weights_spool=str(spool),
+            kv_cache_memory=KV_BYTES,
+            num_threads=1,
+            **options,
+        )
         server = Server(config, directory)
         yield server
         server.close()
-
-
-async def _drive(kind: str, server: Server) -> Driver:
-    if kind == "async_llm":
-        client = await FramedClient.connect(server.engine.socket_path, START_SECONDS)
-        return AsyncLLMDriver(await AsyncLLM.from_client(client))
-    return HttpDriver(kind, server.frontend(kind).url)
 
 
 @pytest.fixture(scope="session", params=[*FRONTENDS, "async_llm"])
@@ -78,7 +88,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest_asyncio.fixture(loop_scope="session")
 async def counting(kind: str, counting_server: Server) -> AsyncIterator[Driver]:
     """The counting model, running, through one kind of client."""
-    driver = await _drive(kind, counting_server)
+    driver = await drive(kind, counting_server)
     yield driver
     await driver.settle()
     await driver.close()
@@ -87,7 +97,7 @@ async def counting(kind: str, counting_server: Server) -> AsyncIterator[Driver]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def embedded(kind: str, embedded_server: Server, embedded_root: Path) -> AsyncIterator[Driver]:
     """The embedded model, running with its own weights, through one kind of client."""
-    driver = await _drive(kind, embedded_server)
+    driver = await drive(kind, embedded_server)
     await driver.update(embedded_root / "rl", "rl")
     yield driver
     await driver.settle()

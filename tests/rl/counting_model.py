@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors.numpy import load_file, save_file
+
+from rollspan.digest import weight_digest
 
 VOCABULARY = 64
 POSITIONS = 4096
 WIDTH = 8
+HEAD = "lm_head.weight"
 LOGIT = 40.0
 """Of the token that a checkpoint emits, the others have 0: sampling at temperature 1 errs once in e**36 tokens."""
 
@@ -68,8 +72,24 @@ def tensors(token: int) -> Tensors:
         "transformer.h.0.mlp.c_proj.bias": noise(WIDTH),
         "transformer.ln_f.weight": zeros,
         "transformer.ln_f.bias": bias,
-        "lm_head.weight": head,
+        HEAD: head,
     }
+
+
+def changed_token(values: Tensors, token: int) -> tuple[Tensors, Tensors]:
+    """What makes a checkpoint emit ``token`` by changing two elements: the whole of it, and the delta."""
+    column = values[HEAD][:, 0]
+    before = int(column.argmax())
+    head = values[HEAD].copy()
+    head[before, 0], head[token, 0] = 0.0, LOGIT
+    indices = np.array([before * WIDTH, token * WIDTH], np.int64)
+    delta: Tensors = {f"{HEAD}.indices": indices, f"{HEAD}.values": np.array([0.0, LOGIT], np.float32)}
+    return values | {HEAD: head}, delta
+
+
+def digest(values: Tensors) -> str:
+    """Digest of a whole checkpoint."""
+    return weight_digest({name: torch.tensor(value) for name, value in values.items()})
 
 
 def write(directory: Path, values: Tensors) -> Path:
@@ -95,7 +115,7 @@ class Checkpoints:
 def write_zero_head(source: Path, directory: Path) -> Path:
     """The checkpoint in ``source`` with every weight of its head zero: greedy decoding emits token 0 only."""
     values: Tensors = load_file(source / "model.safetensors")
-    values["lm_head.weight"] = np.zeros_like(values["lm_head.weight"])
+    values[HEAD] = np.zeros_like(values[HEAD])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text((source / "config.json").read_text())
     save_file(values, directory / "model.safetensors", {"format": "pt"})

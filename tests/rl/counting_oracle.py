@@ -19,7 +19,7 @@ class CountingOracle:
         self.driver = driver
         self.commit = -1
         self.label = ""
-        self._checkpoints = checkpoints
+        self._checkpoints, self.root = checkpoints, checkpoints.root
         self._token_of_commit: dict[int, int] = {}
         self._tokens_of_label: dict[str, set[int]] = {}
 
@@ -36,12 +36,12 @@ class CountingOracle:
         await self.driver.send_weights({"path": str(self._checkpoints.emitting(token))})
         return await self.finish(token, label, keep_label=keep_label)
 
-    async def finish(self, token: int, label: str | None = None, *, keep_label: bool = False) -> str:
+    async def finish(self, token: int, label: str | None = None, *, keep_label: bool = False, **options: Any) -> str:
         """Finishes an update to the weights that emit ``token``; returns the label now in force."""
         sent = None if keep_label else label or f"{token}#{next(_serial)}"
         # Registered first: the first tokens may be here before the answer is.
         self._tokens_of_label.setdefault(sent or self.label, set()).add(token)
-        answer = await self.driver.finish_update(sent)
+        answer = await self.driver.finish_update(sent, **options)
         assert answer["weight_version"] == (sent or self.label)
         assert self.commit in (-1, answer["weight_commit"] - 1), "commit numbers count by one"
         self.commit, self.label = answer["weight_commit"], answer["weight_version"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from counting_model import Checkpoints, tensors, write
+from counting_model import HEAD, Checkpoints, tensors, write
 from counting_oracle import CountingOracle, versions
 from safetensors.numpy import save_file
 
@@ -20,7 +20,6 @@ from support.meter import Running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-HEAD = "lm_head.weight"
 FILE = "model.safetensors"
 Breaker = Callable[[Path], None]
 

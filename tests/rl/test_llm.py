@@ -77,7 +77,10 @@ def test_an_update_lands_between_two_known_tokens(llm: LLM, checkpoints: Checkpo
     before = len(merged.outputs[0].token_ids)
     assert merged.outputs[0].token_ids == [1] * before
     answer = emit_two(llm, checkpoints)
+    digest = answer.pop("weight_digest")
     assert answer == {"weight_version": "two", "weight_commit": commit + 1}
+    assert isinstance(digest, str)
+    assert digest.startswith("blake3:")
     while not merged.finished:
         merged.add(one_step(llm), aggregate=True)
         if len(merged.outputs[0].token_ids) > 30:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollspan.async_llm import AsyncLLM
 from rollspan.errors import RollspanError
-from rollspan.http_client import HttpClient, HttpError
+from rollspan.http_client import Content, HttpClient, HttpError
 from rollspan.outputs import RequestOutput
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
 
@@ -94,11 +94,23 @@ class Driver(ABC):
     @abstractmethod
     async def is_paused(self) -> bool: ...
     @abstractmethod
-    async def start_update(self) -> None: ...
+    async def init_transfer(self, info: dict[str, Any]) -> None: ...
+    @abstractmethod
+    async def shut_down_transfer(self) -> None: ...
+    @abstractmethod
+    async def start_update(self, mode: str | None = None) -> None: ...
     @abstractmethod
     async def send_weights(self, info: dict[str, Any]) -> None: ...
     @abstractmethod
-    async def finish_update(self, label: str | int | None = None) -> dict[str, Any]: ...
+    async def finish_update(
+        self, label: str | int | None = None, *, digest: str | None = None, partial: bool | None = None
+    ) -> dict[str, Any]: ...
+    @abstractmethod
+    async def abort_update(self) -> bool: ...
+    @abstractmethod
+    async def history(self) -> dict[str, Any]:
+        """The engine's record."""
+
     @abstractmethod
     async def relabel(self, label: str | int) -> None: ...
     @abstractmethod
@@ -109,12 +121,8 @@ class Driver(ABC):
     async def settle(self) -> None:
         """Ends whatever a test has left open: requests, a pause, an update."""
         await self.abort()
+        await self.abort_update()
         await self.resume()
-        try:
-            await self.finish_update()
-        except RollspanError as error:
-            if error.reason not in ("no_update_active", "weights_invalid"):
-                raise
 
     async def update(self, path: Any, label: str | int | None = None) -> dict[str, Any]:
         """A whole weight update from a directory."""
@@ -168,14 +176,28 @@ class AsyncLLMDriver(Driver):
     async def is_paused(self) -> bool:
         return await self.llm.is_paused()
 
-    async def start_update(self) -> None:
-        await self.llm.start_weight_update()
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        await self.llm.init_weight_transfer_engine(info)
+
+    async def shut_down_transfer(self) -> None:
+        await self.llm.shutdown_weight_transfer_engine()
+
+    async def start_update(self, mode: str | None = None) -> None:
+        await self.llm.start_weight_update(mode)
 
     async def send_weights(self, info: dict[str, Any]) -> None:
         await self.llm.update_weights(info)
 
-    async def finish_update(self, label: str | int | None = None) -> dict[str, Any]:
-        return await self.llm.finish_weight_update(label)
+    async def finish_update(
+        self, label: str | int | None = None, *, digest: str | None = None, partial: bool | None = None
+    ) -> dict[str, Any]:
+        return await self.llm.finish_weight_update(label, digest=digest, partial=partial)
+
+    async def abort_update(self) -> bool:
+        return await self.llm.abort_weight_update()
+
+    async def history(self) -> dict[str, Any]:
+        return await self.llm.get_weight_history()
 
     async def relabel(self, label: str | int) -> None:
         await self.llm.update_weight_version(label)
@@ -192,6 +214,7 @@ class HttpDriver(Driver):
 
     def __init__(self, name: str, url: str) -> None:
         self.name = name
+        self.url = url
         self._http = HttpClient(url)
 
     async def generate(self, order: Order, listener: TokenListener = _ignore) -> Rollout:
@@ -230,16 +253,41 @@ class HttpDriver(Driver):
     async def is_paused(self) -> bool:
         return bool((await self._get("/is_paused"))["is_paused"])
 
-    async def start_update(self) -> None:
-        assert await self._post("/start_weight_update") == {"message": "Weight update started"}
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        answer = await self._post("/init_weight_transfer_engine", {"init_info": info})
+        assert answer == {"message": "Weight transfer initialized"}
+
+    async def shut_down_transfer(self) -> None:
+        assert await self._post("/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
+
+    async def start_update(self, mode: str | None = None) -> None:
+        answer = await self._post("/start_weight_update", None if mode is None else {"mode": mode})
+        assert answer == {"message": "Weight update started"}
 
     async def send_weights(self, info: dict[str, Any]) -> None:
         assert await self._post("/update_weights", {"update_info": info}) == {"message": "Weights updated"}
 
-    async def finish_update(self, label: str | int | None = None) -> dict[str, Any]:
-        answer = await self._post("/finish_weight_update", None if label is None else {"weight_version": label})
+    async def finish_update(
+        self, label: str | int | None = None, *, digest: str | None = None, partial: bool | None = None
+    ) -> dict[str, Any]:
+        fields = {"weight_version": label, "weight_digest": digest, "partial": partial}
+        body = {name: value for name, value in fields.items() if value is not None}
+        answer = await self._post("/finish_weight_update", body or None)
         assert answer.pop("message") == "Weight update finished"
         return answer
+
+    async def abort_update(self) -> bool:
+        answer = await self._post("/abort_weight_update")
+        assert answer["status"] == "aborted"
+        return bool(answer["aborted"])
+
+    async def history(self) -> dict[str, Any]:
+        (record,) = (await self._get("/weight_history"))["engines"]
+        return dict(record)
+
+    async def upload(self, upload: str, file: str, content: Content) -> dict[str, Any]:
+        """Uploads a file of weights, or a piece of one, as its headers say."""
+        return await self._request("PUT", f"/weight_uploads/{upload}/{file}", content)
 
     async def relabel(self, label: str | int) -> None:
         answer = await self._post("/update_weight_version", {"new_version": label})

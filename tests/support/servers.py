@@ -42,13 +42,17 @@ class Server:
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         self.engine: EngineProcess = start_engine(config, directory, {"OMP_NUM_THREADS": "1"})
+        self.config = config
         self._environment = engine_environment(config)
+        self._flags = ["--weight-update-timeout", f"{config.weight_update_timeout:g}"]
+        if config.weights_spool is not None:
+            self._flags += ["--weights-spool", config.weights_spool]
         self._frontends: dict[str, Frontend] = {}
 
     def frontend(self, kind: str) -> Frontend:
         """The frontend of this kind, ready to serve."""
         if kind not in self._frontends:
-            self._frontends[kind] = Frontend(kind, self.engine.socket_path, self._environment)
+            self._frontends[kind] = Frontend(kind, self.engine.socket_path, self._environment, *self._flags)
         return self._frontends[kind]
 
     def close(self) -> None:
@@ -61,8 +65,8 @@ class Server:
 class Frontend:
     """A frontend process; ``url`` is where it serves. Constructing it waits until it is ready."""
 
-    def __init__(self, kind: str, engine_socket: Path, environment: dict[str, str]) -> None:
-        command = [*frontend_command(kind), "--engine", str(engine_socket), "--port", "0", "--watch-stdin"]
+    def __init__(self, kind: str, engine_socket: Path, environment: dict[str, str], *flags: str) -> None:
+        command = [*frontend_command(kind), "--engine", str(engine_socket), "--port", "0", "--watch-stdin", *flags]
         read_end, write_end = os.pipe()
         self.process = start_process(command, environment, stdout=write_end)
         os.close(write_end)
