@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from engine.gate import Gate
 from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
 
@@ -43,6 +46,41 @@ def references(tiny: Callable[[str], TinyModel]) -> Callable[[str], References]:
 def llama(tiny: Callable[[str], TinyModel]) -> TinyModel:
     """The model for tests that need just some model."""
     return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Other weights of the tiny Llama's shapes."""
+    return make_model(tmp_path_factory.mktemp("other") / "llama", CONFIGS["llama"](), seed=99)
+
+
+@pytest.fixture
+def root(tmp_path: Path, llama: TinyModel, other: TinyModel) -> Path:
+    """A weights root that holds the weights ``first`` and ``second``."""
+    root = tmp_path / "root"
+    shutil.copytree(llama.path, root / "first")
+    shutil.copytree(other.path, root / "second")
+    return root
+
+
+@pytest.fixture
+def before(references: Callable[[str], References]) -> References:
+    """Prompts and their outputs under the first weights."""
+    return references("llama")
+
+
+@pytest.fixture(scope="session")
+def after(other: TinyModel) -> References:
+    """Prompts and their outputs under the second weights."""
+    return decisive_prompts(other, count=4, tokens=TOKENS)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A sender in this process, known to engines as the transport ``gate``."""
+    gate = Gate()
+    gate.install(monkeypatch)
+    return gate
 
 
 @pytest.fixture

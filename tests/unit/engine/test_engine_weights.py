@@ -29,36 +29,9 @@ INDEX = "model.safetensors.index.json"
 TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Other weights of the tiny Llama's shapes."""
-    return make_model(tmp_path_factory.mktemp("other") / "llama", CONFIGS["llama"](), seed=99)
-
-
-@pytest.fixture
-def root(tmp_path: Path, llama: TinyModel, other: TinyModel) -> Path:
-    """A weights root that holds the weights ``first`` and ``second``."""
-    root = tmp_path / "root"
-    shutil.copytree(llama.path, root / "first")
-    shutil.copytree(other.path, root / "second")
-    return root
-
-
 @pytest.fixture
 def engine(llama: TinyModel, root: Path) -> Engine:
     return Engine(llama, weights_root=str(root))
-
-
-@pytest.fixture
-def before(references: Callable[[str], References]) -> References:
-    """Prompts and their outputs under the first weights."""
-    return references("llama")
-
-
-@pytest.fixture(scope="module")
-def after(other: TinyModel) -> References:
-    """Prompts and their outputs under the second weights."""
-    return decisive_prompts(other, count=4, tokens=TOKENS)
 
 
 def check(engine: Engine, references: References) -> None:
