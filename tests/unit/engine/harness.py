@@ -188,6 +188,10 @@ class Engine:
         self.result_of("finish_weight_update", label)
         self.start_call("resume_scheduler")
 
+    def wait_for_worker(self) -> None:
+        """Returns when the worker has done all that it has been given so far."""
+        self.core.weights._worker.submit(int).result(60)
+
     def parameters(self, name: str) -> list[torch.nn.Parameter]:
         """The parameter of the model in use, to be damaged; a test has no business with it otherwise."""
         model = self.core._runner._model

@@ -1,4 +1,4 @@
-"""An engine with a tiny cache under random traffic and control: right tokens, right stamps, an end for everyone."""
+"""An engine with a tiny cache under random traffic and control: right tokens, stamps and KV, an end for everyone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from engine.conftest import TOKENS, References
 from engine.harness import Engine, Result
+from engine.kv_truth import KvTruth
 from engine.models import MAX_MODEL_LEN, TinyModel
 from rollspan.protocol.messages import FinishReason, UtilityOutput
+from rollspan.provenance import Provenance
 
 LABELS = st.sampled_from(["A", "B", "C"])
 Answer = Callable[[], UtilityOutput | None]
@@ -23,12 +25,15 @@ Answer = Callable[[], UtilityOutput | None]
 class Traffic(RuleBasedStateMachine):
     """Knows what each request must say (updates bring the same weights again), and the stamp and pause in force."""
 
-    def __init__(self, engine: Engine, references: References, path: str) -> None:
+    def __init__(self, engine: Engine, truth: KvTruth, references: References, path: str) -> None:
         super().__init__()
+        self.truth = truth
+        self.lags: dict[str, int | None] = {}
         #: Stamps of tokens that a step in flight had sampled when a call came; the next step delivers them.
         self.late: set[tuple[str, int]] = set()
         self.engine, self.path = engine, path
         self.prompts = list(references.items())
+        engine.result_of("reset_prefix_cache")  # what one example leaves behind must not hasten the next
         self.stamp = (str(engine.result_of("get_weight_version")), int(engine.result_of("get_weight_commit")))
         self.paused: str | None = None
         self.open: dict[str, tuple[Result, list[int], int]] = {}
@@ -40,11 +45,22 @@ class Traffic(RuleBasedStateMachine):
             self.late.add(self.stamp)
         return self.engine.start_call(method, *args)
 
-    @rule(index=st.integers(0, 7), tokens=st.integers(1, TOKENS), priority=st.integers(-1, 1))
-    def add(self, index: int, tokens: int, priority: int) -> None:
+    @rule(
+        index=st.integers(0, 7),
+        tokens=st.integers(1, TOKENS),
+        priority=st.integers(-1, 1),
+        provenance=st.builds(
+            Provenance,
+            return_kv_versions=st.booleans(),
+            allow_stale_prefix=st.booleans(),
+            max_weight_lag=st.sampled_from([None, None, 0, 1]),
+        ),
+    )
+    def add(self, index: int, tokens: int, priority: int, provenance: Provenance) -> None:
         prompt, expected = self.prompts[index]
         name = f"r{len(self.engine.results)}"
-        result = self.engine.add(name, prompt, max_tokens=tokens, priority=priority)
+        self.lags[name] = provenance.max_weight_lag
+        result = self.engine.add(name, prompt, max_tokens=tokens, priority=priority, provenance=provenance)
         if self.paused in ("abort", "wait"):
             self.engine.step()
             assert result.error is not None
@@ -73,6 +89,7 @@ class Traffic(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
+        self.engine.wait_for_worker()  # so that what a step finds does not depend on time
         late, self.late = self.late, set()
         for _, message in self.engine.step():
             for output in message.outputs:
@@ -86,10 +103,21 @@ class Traffic(RuleBasedStateMachine):
         for name, (result, expected, commit) in list(self.open.items()):
             assert result.token_ids == expected[: len(result.token_ids)]
             assert all(admission[1] == commit for admission in result.admissions)
-            if result.finish_reason is not None:
+            if result.kv_announced:
+                self.truth.check(name, result)
+            behind = self.stamp[1] - int(result.stamps[0][1] or 0) if result.stamps else 0
+            lag = self.lags[name]
+            if result.stop_reason == "stale_weights":
+                assert lag is not None
+                assert behind > lag
+                assert result.finish_reason is FinishReason.ABORT
+                del self.open[name]
+            elif result.finish_reason is not None:
                 assert result.finish_reason is FinishReason.LENGTH
                 assert result.token_ids == expected
                 del self.open[name]
+            else:
+                assert lag is None or behind <= lag
 
     @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
     def pause(self, mode: str, clear_cache: bool) -> None:
@@ -135,13 +163,16 @@ class Traffic(RuleBasedStateMachine):
         self.answers.append((self.call("start_weight_update"), None))
         for _ in range(between):
             self.step()
-        self.answers.append((self.call("update_weights", {"path": self.path if finish else "nowhere"}), None))
-        if not finish:
-            self.answers[-1] = (self.answers[-1][0], "weights_invalid")
-            return
+        received = self.call("update_weights", {"path": self.path if finish else "nowhere"})
+        self.answers.append((received, None if finish else "weights_invalid"))
         self.step()
-        self.answers.append((self.call("finish_weight_update", label), None))
-        self.stamp = (label or self.stamp[0], self.stamp[1] + 1)
+        assert received() is not None
+        if finish:
+            finished = self.call("finish_weight_update", label)
+            self.answers.append((finished, None))
+            self.stamp = (label or self.stamp[0], self.stamp[1] + 1)
+            self.step()
+            assert finished() is not None
 
     def teardown(self) -> None:
         self.resume()
@@ -177,8 +208,9 @@ def test_random_traffic_and_control_gives_everyone_the_right_tokens_and_stamps(
         max_num_batched_tokens=9,
         async_scheduling=asynchronous,
     )
+    truth = KvTruth(engine)
     run_state_machine_as_test(
-        lambda: Traffic(engine, references(kind), "same"),
+        lambda: Traffic(engine, truth, references(kind), "same"),
         settings=settings(
             max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
