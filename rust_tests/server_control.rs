@@ -81,14 +81,14 @@ async fn the_metrics_count_tokens_requests_and_updates() {
     in_time(asked.answer()).await;
     let text = String::from_utf8(in_time(server.ask("GET", "/metrics", &Value::Null)).await.body).unwrap_or_default();
     for line in [
-        "rollspan:prompt_tokens_total{model_name=\"mock\"} 3",
-        "rollspan:generation_tokens_total{model_name=\"mock\"} 3",
-        "rollspan:request_success_total{finished_reason=\"length\",model_name=\"mock\"} 1",
-        "rollspan:requests_spanning_update_total{model_name=\"mock\"} 1",
-        "rollspan:time_to_first_token_seconds_count{model_name=\"mock\"} 1",
-        "rollspan:inter_token_latency_seconds_count{model_name=\"mock\"} 1",
-        "rollspan:weight_commit{model_name=\"mock\"} 2",
-        "rollspan:weight_version_info{model_name=\"mock\",version=\"v\\\"2\\\"\"} 1",
+        "rollspan:prompt_tokens_total{engine=\"0\",model_name=\"mock\"} 3",
+        "rollspan:generation_tokens_total{engine=\"0\",model_name=\"mock\"} 3",
+        "rollspan:request_success_total{engine=\"0\",finished_reason=\"length\",model_name=\"mock\"} 1",
+        "rollspan:requests_spanning_update_total{engine=\"0\",model_name=\"mock\"} 1",
+        "rollspan:time_to_first_token_seconds_count{engine=\"0\",model_name=\"mock\"} 1",
+        "rollspan:inter_token_latency_seconds_count{engine=\"0\",model_name=\"mock\"} 1",
+        "rollspan:weight_commit{engine=\"0\",model_name=\"mock\"} 2",
+        "rollspan:weight_version_info{engine=\"0\",model_name=\"mock\",version=\"v\\\"2\\\"\"} 1",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
     }
@@ -251,17 +251,17 @@ async fn the_metrics_tell_of_updates_and_of_the_age_of_tokens() {
     in_time(asked.answer()).await;
     let text = String::from_utf8(in_time(server.ask("GET", "/metrics", &Value::Null)).await.body).unwrap_or_default();
     for line in [
-        "rollspan:generation_tokens_by_lag_total{lag=\"0\",model_name=\"mock\"} 4",
-        "rollspan:generation_tokens_by_lag_total{lag=\"1\",model_name=\"mock\"} 1",
-        "rollspan:generation_tokens_by_lag_total{lag=\"2\",model_name=\"mock\"} 0",
-        "rollspan:generation_tokens_by_lag_total{lag=\"3+\",model_name=\"mock\"} 3",
-        "rollspan:requests_spanning_update_total{model_name=\"mock\"} 2",
-        "rollspan:weight_updates_total{model_name=\"mock\",result=\"success\"} 5",
-        "rollspan:weight_updates_total{model_name=\"mock\",result=\"failure\"} 1",
-        "rollspan:weight_update_duration_seconds_sum{model_name=\"mock\",phase=\"receive\"} 2",
-        "rollspan:weight_update_duration_seconds_count{model_name=\"mock\",phase=\"commit\"} 1",
-        "rollspan:weight_update_stall_seconds_bucket{model_name=\"mock\",le=\"0.005\"} 1",
-        "rollspan:weight_update_stall_seconds_bucket{model_name=\"mock\",le=\"0.001\"} 0",
+        "rollspan:generation_tokens_by_lag_total{engine=\"0\",lag=\"0\",model_name=\"mock\"} 4",
+        "rollspan:generation_tokens_by_lag_total{engine=\"0\",lag=\"1\",model_name=\"mock\"} 1",
+        "rollspan:generation_tokens_by_lag_total{engine=\"0\",lag=\"2\",model_name=\"mock\"} 0",
+        "rollspan:generation_tokens_by_lag_total{engine=\"0\",lag=\"3+\",model_name=\"mock\"} 3",
+        "rollspan:requests_spanning_update_total{engine=\"0\",model_name=\"mock\"} 2",
+        "rollspan:weight_updates_total{engine=\"0\",model_name=\"mock\",result=\"success\"} 5",
+        "rollspan:weight_updates_total{engine=\"0\",model_name=\"mock\",result=\"failure\"} 1",
+        "rollspan:weight_update_duration_seconds_sum{engine=\"0\",model_name=\"mock\",phase=\"receive\"} 2",
+        "rollspan:weight_update_duration_seconds_count{engine=\"0\",model_name=\"mock\",phase=\"commit\"} 1",
+        "rollspan:weight_update_stall_seconds_bucket{engine=\"0\",model_name=\"mock\",le=\"0.005\"} 1",
+        "rollspan:weight_update_stall_seconds_bucket{engine=\"0\",model_name=\"mock\",le=\"0.001\"} 0",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
     }

@@ -111,6 +111,11 @@ impl EngineClient {
         self.shared.death.borrow().clone()
     }
 
+    /// Whether the engine is gone.
+    pub fn is_dead(&self) -> bool {
+        self.shared.death.borrow().is_some()
+    }
+
     /// Waits until the engine is gone.
     pub async fn died(&self) -> Death {
         let mut watch = self.shared.death.subscribe();
@@ -121,6 +126,11 @@ impl EngineClient {
     /// Number of open submissions.
     pub fn open_requests(&self) -> usize {
         self.shared.registry.len()
+    }
+
+    /// Whether a submission of this external id is open.
+    pub fn is_open(&self, external_id: &str) -> bool {
+        self.shared.registry.is_open(external_id)
     }
 
     /// Sends a submission to the engine.

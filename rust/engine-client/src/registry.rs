@@ -57,6 +57,11 @@ impl Registry {
         self.routes().by_external_id.len()
     }
 
+    /// Whether a submission of this external id is open.
+    pub fn is_open(&self, external_id: &str) -> bool {
+        self.routes().by_external_id.contains_key(external_id)
+    }
+
     /// Opens a submission, unless the engine is dead or the external id is open already.
     pub fn open(&self, mailbox: &Arc<Mailbox>) -> Result<(), SubmitError> {
         let mut routes = self.routes();

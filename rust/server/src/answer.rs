@@ -51,6 +51,8 @@ pub(crate) struct Failure {
     error: ApiError,
     request_id: Option<String>,
     allow: Option<&'static str>,
+    /// What became of a call in each engine of a set.
+    engines: Option<Vec<Value>>,
 }
 
 impl Failure {
@@ -58,6 +60,17 @@ impl Failure {
     pub fn of_request(mut self, request_id: Option<&str>) -> Self {
         self.request_id = request_id.map(str::to_owned);
         self
+    }
+
+    /// Says what became of a call in each engine.
+    pub fn in_engines(mut self, engines: Vec<Value>) -> Self {
+        self.engines = Some(engines);
+        self
+    }
+
+    /// Why it failed.
+    pub fn reason(&self) -> Reason {
+        self.error.reason
     }
 
     /// Says which methods a route takes.
@@ -69,15 +82,19 @@ impl Failure {
 
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
-        Self { error, request_id: None, allow: None }
+        Self { error, request_id: None, allow: None, engines: None }
     }
 }
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
-        let Self { error, request_id, allow } = self;
+        let Self { error, request_id, allow, engines } = self;
         log_failure(&error, request_id.as_deref());
-        let mut response = value(&error.body());
+        let mut body = error.body();
+        if let Some(engines) = engines {
+            body["engines"] = engines.into();
+        }
+        let mut response = value(&body);
         *response.status_mut() = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let headers = response.headers_mut();
         add_headers(headers, request_id.as_deref(), &[]);

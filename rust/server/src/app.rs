@@ -5,13 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rollspan_engine_client::EngineClient;
-use rollspan_generate::{ApiError, Reason, Served, shown};
+use rollspan_generate::{ApiError, Reason, shown};
 use serde_json::Value;
 use tokio::sync::watch;
 
+use crate::engine::Engine;
+use crate::engine_set::{EngineSet, Reserved};
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::set_update::SetUpdate;
 use crate::uploads::Spool;
 
 /// So many different ignored names are remembered; each is logged once.
@@ -26,9 +28,13 @@ pub(crate) struct App {
     pub options: Options,
     /// Seconds since 1970.
     pub started: u64,
+    /// The engines behind it.
+    pub engines: Arc<EngineSet>,
+    /// The weight update that clients are doing.
+    pub update: SetUpdate,
     /// Held by weight updates that are one request: a second one waits for the first.
     pub directory_update: tokio::sync::Mutex<()>,
-    engine: OnceLock<Arc<Engine>>,
+    metrics: OnceLock<Metrics>,
     spool: OnceLock<Arc<Spool>>,
     closing: AtomicBool,
     /// Whether what is still open must end now.
@@ -37,29 +43,32 @@ pub(crate) struct App {
     logged_names: Mutex<HashSet<String>>,
 }
 
-/// An engine that has said hello.
-pub(crate) struct Engine {
-    pub client: EngineClient,
-    pub metrics: Arc<Metrics>,
-    pub served: Served,
-}
-
 /// One generate request that counts as open until this is dropped.
-pub(crate) struct OpenRequest(Arc<App>);
+pub(crate) struct OpenRequest {
+    app: Arc<App>,
+    /// Index of its engine, once it has one.
+    engine: Option<usize>,
+}
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        self.0.open_requests.fetch_sub(1, Ordering::Relaxed);
+        self.app.open_requests.fetch_sub(1, Ordering::Relaxed);
+        if let Some(index) = self.engine {
+            self.app.engines.close_request(index);
+        }
     }
 }
 
 impl App {
     pub fn new(options: Options) -> Self {
+        let engines = Arc::new(EngineSet::new(options.engines.len()));
         Self {
             options,
             started: now().0,
+            update: SetUpdate::new(Arc::clone(&engines)),
+            engines,
             directory_update: tokio::sync::Mutex::default(),
-            engine: OnceLock::new(),
+            metrics: OnceLock::new(),
             spool: OnceLock::new(),
             closing: AtomicBool::new(false),
             ended: watch::Sender::new(false),
@@ -68,16 +77,40 @@ impl App {
         }
     }
 
-    /// The engine has said hello: from now on routes answer.
-    pub fn engine_ready(&self, engine: Engine) {
+    /// All engines have said hello, in the order of their indices: from now on routes answer.
+    pub fn engines_ready(&self, engines: Vec<Engine>) {
         let options = &self.options;
+        let parameters = engines.first().map_or(0, |engine| engine.client.hello().model.num_parameters);
         if let Some(directory) = &options.weights_spool {
-            let copies = UPLOADED_COPIES * engine.client.hello().model.num_parameters * size_of::<f32>() as u64;
+            let copies = UPLOADED_COPIES * parameters * size_of::<f32>() as u64;
             let limit = options.max_weight_upload_bytes.unwrap_or(copies + UPLOADED_HEADERS);
             let spool = Spool::new(directory.clone(), limit, options.weight_update_timeout);
             drop(self.spool.set(Arc::new(spool)));
         }
-        drop(self.engine.set(Arc::new(engine)));
+        self.engines.ready(engines);
+    }
+
+    /// Metrics of the served model, made by the first engine that says hello.
+    ///
+    /// # Errors
+    /// One cannot be registered, which means a bug here.
+    pub fn metrics(&self, model: &str) -> prometheus::Result<&Metrics> {
+        if let Some(metrics) = self.metrics.get() {
+            return Ok(metrics);
+        }
+        let made = Metrics::new(model)?;
+        Ok(self.metrics.get_or_init(|| made))
+    }
+
+    /// The text of the metrics.
+    ///
+    /// # Errors
+    /// [`Reason::EngineStarting`], or a bug here.
+    pub fn render_metrics(&self) -> Result<Vec<u8>, ApiError> {
+        let engines = self.engines.greeted()?;
+        let metrics = self.metrics(&self.engines.first()?.served.model);
+        let text = metrics.and_then(|metrics| metrics.render(&engines));
+        text.map_err(|error| crate::answer::internal(error.to_string()))
     }
 
     /// Deletes uploads that are idle for too long, and never ends.
@@ -103,7 +136,7 @@ impl App {
         self.closing.store(true, Ordering::Relaxed);
     }
 
-    /// Ends calls that still wait for the engine.
+    /// Ends calls that still wait for an engine.
     pub fn end_calls(&self) {
         self.ended.send_replace(true);
     }
@@ -115,50 +148,47 @@ impl App {
         drop(ended.wait_for(|ended| *ended).await);
     }
 
-    /// The engine, dead or alive, once it has said hello.
-    ///
-    /// # Errors
-    /// [`Reason::EngineStarting`].
-    pub fn engine(&self) -> Result<&Arc<Engine>, ApiError> {
-        self.engine.get().ok_or_else(|| ApiError::new(Reason::EngineStarting, "the engine is still starting"))
-    }
-
-    /// The engine, when it can take requests.
+    /// Refuses work that no engine could do. Gives an engine whose limits and model are those of all.
     ///
     /// # Errors
     /// [`Reason::ShuttingDown`], [`Reason::EngineStarting`] or [`Reason::EngineDead`].
-    pub fn live_engine(&self) -> Result<&Arc<Engine>, ApiError> {
+    pub fn check_live(&self) -> Result<Arc<Engine>, ApiError> {
         if self.closing.load(Ordering::Relaxed) {
             return Err(shutting_down());
         }
-        let engine = self.engine()?;
-        match engine.client.death() {
-            Some(death) => Err(ApiError::new(Reason::EngineDead, death.message)),
-            None => Ok(engine),
-        }
+        self.engines.there()?;
+        self.engines.first()
     }
 
-    /// Uploads of weights, on a live engine.
+    /// Uploads of weights, while there is an engine for them.
     ///
     /// # Errors
     /// No live engine, or [`Reason::NotFound`] without a directory for them.
     pub fn spool(&self) -> Result<&Arc<Spool>, ApiError> {
-        self.live_engine()?;
+        self.check_live()?;
         let off = "weight uploads are off: start the server with --weights-spool DIR";
         self.spool.get().ok_or_else(|| ApiError::new(Reason::NotFound, off))
     }
 
-    /// Counts a generate request as open.
+    /// Counts a generate request as open, in the engine that takes it. Nobody else can take its id until `Reserved` is
+    /// dropped; then it must be open in the engine.
     ///
     /// # Errors
-    /// [`Reason::QueueFull`].
-    pub fn open_request(self: &Arc<Self>) -> Result<OpenRequest, ApiError> {
+    /// [`Reason::QueueFull`], [`Reason::DuplicateRequestId`], or no engine takes it.
+    pub fn open_request(
+        self: &Arc<Self>,
+        request_id: &str,
+        session_id: Option<&str>,
+        rank: Option<usize>,
+    ) -> Result<(OpenRequest, Arc<Engine>, Reserved<'_>), ApiError> {
         let limit = self.options.max_queued_requests;
-        let open = OpenRequest(Arc::clone(self));
-        if self.open_requests.fetch_add(1, Ordering::Relaxed) < limit {
-            return Ok(open);
+        let mut open = OpenRequest { app: Arc::clone(self), engine: None };
+        if self.open_requests.fetch_add(1, Ordering::Relaxed) >= limit {
+            return Err(ApiError::new(Reason::QueueFull, format!("{limit} requests are open, which is the limit")));
         }
-        Err(ApiError::new(Reason::QueueFull, format!("{limit} requests are open, which is the limit")))
+        let (index, engine, reserved) = self.engines.open_request(request_id, session_id, rank)?;
+        open.engine = Some(index);
+        Ok((open, engine, reserved))
     }
 
     /// Logs unknown field names, each once.

@@ -7,14 +7,14 @@ use axum::response::Response;
 use rollspan_generate::{ApiError, Reason};
 use serde_json::{Map, Value};
 
-use crate::answer;
-use crate::app::{App, Engine, shutting_down};
+use crate::answer::{self, Failure, internal};
+use crate::app::{App, shutting_down};
 use crate::body;
+use crate::fan_out::{Outcome, agreed, call_all, successes};
 
-/// A control request on a live engine.
+/// A control request, while there is an engine for it.
 pub(crate) struct Control {
     pub app: Arc<App>,
-    pub engine: Arc<Engine>,
     query: Vec<(String, String)>,
     fields: Map<String, Value>,
 }
@@ -25,14 +25,14 @@ impl Control {
     /// # Errors
     /// No live engine (found before the body is read), a body over the limit, or one that is no JSON object.
     pub async fn read(app: Arc<App>, request: Request) -> Result<Self, ApiError> {
-        let engine = Arc::clone(app.live_engine()?);
+        app.check_live()?;
         let (parts, body) = request.into_parts();
         let query = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(&parts.uri)
             .map(|query| query.0)
             .unwrap_or_default();
         let bytes = body::read(&parts.headers, body, app.options.max_body_bytes).await?;
         let fields = if bytes.trim_ascii().is_empty() { Map::new() } else { object(&bytes)? };
-        Ok(Self { app, engine, query, fields })
+        Ok(Self { app, query, fields })
     }
 
     /// A parameter of the query; the last one wins.
@@ -80,15 +80,61 @@ impl Control {
         self.field(name).ok_or_else(|| ApiError::missing(name))
     }
 
-    /// Calls the engine, and waits as long as it takes, or until the server ends.
+    /// Calls all engines, and waits as long as it takes, or until the server ends.
     ///
     /// # Errors
-    /// What the engine says against it, or [`rollspan_generate::Reason::ShuttingDown`].
-    pub async fn call(&self, method: &str, arguments: Vec<Value>) -> Result<Value, ApiError> {
+    /// What an engine says against it, in whatever number of them, or [`Reason::ShuttingDown`].
+    pub async fn call(&self, method: &str, arguments: &[Value]) -> Result<Vec<Outcome>, Failure> {
+        let engines = self.app.engines.there()?;
+        let outcomes = self.until_end(call_all(&engines, method, arguments)).await?;
+        successes(&outcomes)?;
+        Ok(outcomes)
+    }
+
+    /// Asks the engines that take requests something that they must agree on.
+    ///
+    /// # Errors
+    /// What an engine says against it, [`Reason::PartialFailure`] when they differ, or [`Reason::ShuttingDown`].
+    pub async fn ask(&self, method: &str) -> Result<Value, Failure> {
+        let serving = self.app.engines.serving();
+        let engines = if serving.is_empty() { self.app.engines.there()? } else { serving };
+        agreed(&self.until_end(call_all(&engines, method, &[])).await?)
+    }
+
+    /// Waits for calls of engines, or until the server ends.
+    ///
+    /// # Errors
+    /// [`Reason::ShuttingDown`].
+    async fn until_end<T>(&self, calls: impl Future<Output = T>) -> Result<T, ApiError> {
         tokio::select! {
-            answer = self.engine.client.call(method, arguments) => answer.map_err(|error| answer::of_call(&error)),
+            outcome = calls => Ok(outcome),
             () = self.app.ended() => Err(shutting_down()),
         }
+    }
+
+    /// Runs a change of several steps to its end, also when its client goes away in the middle: the client would find it
+    /// half done when it comes back.
+    ///
+    /// # Errors
+    /// Those of the change, or [`Reason::ShuttingDown`].
+    pub async fn complete<F>(self, change: impl FnOnce(Self) -> F) -> Result<Response, Failure>
+    where
+        F: Future<Output = Result<Response, Failure>> + Send + 'static,
+    {
+        let app = Arc::clone(&self.app);
+        let change = tokio::spawn(change(self));
+        tokio::select! {
+            outcome = change => outcome.unwrap_or_else(|error| Err(internal(format!("a control call: {error}")).into())),
+            () = app.ended() => Err(shutting_down().into()),
+        }
+    }
+
+    /// [`Control::answer`] to a call of all engines: of a set it tells the outcome of each.
+    pub fn answer_of_all(&self, mut value: Value, known: &[&str], outcomes: &[Outcome]) -> Response {
+        if self.app.engines.size() > 1 {
+            value["engines"] = outcomes.iter().map(Outcome::to_json).collect();
+        }
+        self.answer(&value, known)
     }
 
     /// Answers with `value`, and names the fields of the body that are not among `known`.

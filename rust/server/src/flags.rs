@@ -11,13 +11,13 @@ use tracing::level_filters::LevelFilter;
 
 use crate::options::Options;
 
-/// The HTTP frontend of rollspan, in front of one engine.
+/// The HTTP frontend of rollspan, in front of one engine or several.
 #[derive(Debug, Clone, PartialEq, Parser)]
 #[command(name = "rollspan-http", version, disable_help_subcommand = true)]
 pub struct Flags {
-    /// The engine's Unix socket
-    #[arg(long, value_name = "PATH")]
-    pub engine: PathBuf,
+    /// The engine's Unix socket; once for each engine of a set, by index
+    #[arg(long, value_name = "PATH", required = true)]
+    pub engine: Vec<PathBuf>,
     /// Address to listen on
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
@@ -79,7 +79,7 @@ impl Flags {
     /// What the server needs of them.
     pub fn options(&self) -> Options {
         Options {
-            engine: self.engine.clone(),
+            engines: self.engine.clone(),
             served_model_name: self.served_model_name.clone(),
             max_body_bytes: self.max_body_bytes,
             max_queued_requests: self.max_queued_requests,

@@ -1,4 +1,4 @@
-//! The HTTP frontend: a few routes over one engine link.
+//! The HTTP frontend: routes over the links of one or several engines.
 //!
 //! [`serve`] answers on a listener until it is told to stop. The engine may come later than the first request: until its
 //! hello, routes answer 503. Request bodies and answers of generate are `rollspan-generate`'s; this crate moves them
@@ -8,12 +8,17 @@ mod answer;
 mod app;
 mod body;
 mod control;
+mod engine;
+mod engine_set;
+mod fan_out;
 mod flags;
 mod metrics;
 mod options;
 mod panics;
 mod routes;
+mod routing;
 mod serve;
+mod set_update;
 mod unread;
 mod uploads;
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Settings of one frontend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The engine's Unix socket.
-    pub engine: PathBuf,
+    /// Unix sockets of the engines, by their indices.
+    pub engines: Vec<PathBuf>,
     /// Name of the model in the API; the engine's own when `None`.
     pub served_model_name: Option<String>,
     /// Largest request body, in bytes.
@@ -29,10 +29,10 @@ pub struct Options {
 }
 
 impl Options {
-    /// The defaults for an engine behind this socket.
+    /// The defaults for one engine behind this socket.
     pub fn new(engine: impl Into<PathBuf>) -> Self {
         Self {
-            engine: engine.into(),
+            engines: vec![engine.into()],
             served_model_name: None,
             max_body_bytes: 64 * 1024 * 1024,
             max_queued_requests: 4096,

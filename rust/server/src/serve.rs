@@ -7,25 +7,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::serve::ListenerExt;
+use futures::future::{join_all, try_join_all};
 use rollspan_engine_client::{ConnectError, Connection};
 use rollspan_generate::Served;
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
-use crate::app::{App, Engine};
-use crate::metrics::{LinkObserver, Metrics};
+use crate::app::App;
+use crate::engine::Engine;
+use crate::metrics::LinkMetrics;
 use crate::routes;
 
 /// How long answers may take to leave once their requests were aborted at shutdown.
 const FLUSH_TIME: Duration = Duration::from_secs(2);
+
+/// Between two attempts to reach an engine that is being restarted.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// What whoever started the frontend may wait for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Connections are accepted.
     Listening(SocketAddr),
-    /// The engine has said hello.
+    /// All engines have said hello.
     Ready,
 }
 
@@ -33,12 +38,15 @@ pub enum Event {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// There is no engine to serve.
+    /// There is no engine to serve, or one of them is missing.
     #[error(transparent)]
     Engine(#[from] ConnectError),
     /// The listener cannot be used.
     #[error("the listener failed: {0}")]
     Listener(#[from] std::io::Error),
+    /// An engine is not the one that was expected behind its socket.
+    #[error("{0}")]
+    Index(String),
     /// A metric cannot be registered, which means a bug here.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),
@@ -84,17 +92,18 @@ async fn serve_app(
     announce(&Event::Listening(address));
     tracing::info!("listening on http://{address}");
 
-    let engine = tokio::select! {
-        connected = connect(app) => Some(connected?),
+    let engines = tokio::select! {
+        connected = connect_all(app) => Some(connected?),
         ended = &mut serving => return Ok(ended?),
         () = &mut stop => None,
     };
-    if let Some(engine) = engine {
-        app.engine_ready(engine);
+    if let Some(engines) = engines {
+        app.engines_ready(engines);
         announce(&Event::Ready);
         tokio::select! {
             ended = &mut serving => return Ok(ended?),
             () = app.expire_uploads() => {}
+            () = reconnect(app) => {}
             () = &mut stop => {}
         }
     }
@@ -106,10 +115,9 @@ async fn serve_app(
         return Ok(ended?);
     }
     app.end_calls();
-    if let Ok(engine) = app.engine() {
-        let aborted = engine.client.abort_all();
-        tracing::info!(aborted, "aborted the requests that are still open");
-    }
+    let engines = app.engines.greeted().unwrap_or_default();
+    let aborted: usize = engines.iter().map(|engine| engine.client.abort_all()).sum();
+    tracing::info!(aborted, "aborted the requests that are still open");
     if let Ok(ended) = tokio::time::timeout(FLUSH_TIME, &mut serving).await {
         return Ok(ended?);
     }
@@ -117,14 +125,52 @@ async fn serve_app(
     Ok(())
 }
 
-/// Waits for the engine.
-async fn connect(app: &App) -> Result<Engine, ServeError> {
+/// Waits for all engines.
+async fn connect_all(app: &App) -> Result<Vec<Engine>, ServeError> {
+    try_join_all((0..app.engines.size()).map(|index| connect(app, index))).await
+}
+
+/// Waits for the engine with this index.
+async fn connect(app: &App, index: usize) -> Result<Engine, ServeError> {
     let options = &app.options;
-    let connection = Connection::open(&options.engine, options.engine_ready_timeout).await?;
+    let path = &options.engines[index];
+    let connection = Connection::open(path, options.engine_ready_timeout).await?;
     let hello = connection.hello();
-    tracing::info!("engine {} is ready and serves {}", hello.engine_index, hello.model.name);
+    if hello.engine_index != index as u64 {
+        let (path, found) = (path.display(), hello.engine_index);
+        return Err(ServeError::Index(format!("the engine at {path} says that it is number {found}, not {index}")));
+    }
+    tracing::info!("engine {index} is ready and serves {}", hello.model.name);
     let served = Served::new(hello, options.served_model_name.as_deref());
-    let metrics = Arc::new(Metrics::new(&served.model)?);
-    let client = connection.start(Box::new(LinkObserver(Arc::clone(&metrics))));
-    Ok(Engine { client, metrics, served })
+    let metrics = LinkMetrics::new(app.metrics(&served.model)?, hello.engine_index);
+    Ok(Engine { client: connection.start(Box::new(metrics)), served })
+}
+
+/// Awaits engines of a set that die again, and never ends. A single one that dies stays dead.
+async fn reconnect(app: &App) {
+    if app.engines.size() == 1 {
+        return std::future::pending().await;
+    }
+    let engines = app.engines.greeted().unwrap_or_default();
+    join_all(engines.into_iter().zip(0..).map(|(engine, index)| replace(app, index, engine))).await;
+}
+
+/// Puts an engine that was restarted into the place of the one that died there, again and again.
+async fn replace(app: &App, index: usize, mut engine: Arc<Engine>) {
+    loop {
+        let death = engine.client.died().await;
+        tracing::error!("engine {index} is gone: {death}");
+        let again = loop {
+            tokio::time::sleep(RECONNECT_INTERVAL).await;
+            match connect(app, index).await {
+                Ok(again) => break again,
+                Err(error) => tracing::debug!("engine {index}: {error}"),
+            }
+        };
+        tracing::info!("engine {index} is back; it takes requests after the next weight update");
+        match app.engines.replace(index, again) {
+            Some(placed) => engine = placed,
+            None => return,
+        }
+    }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
+use rollspan_engine_client::EngineClient;
 use rollspan_generate::ApiError;
 use serde_json::{Value, json};
 
@@ -17,21 +18,22 @@ const FIELD: &str = "request_ids";
 pub(super) async fn given_or_all(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
     let ids = control.field(FIELD).map(strings).transpose()?;
-    Ok(abort(&control, ids.as_deref()))
+    Ok(abort(&control, ids.as_deref())?)
 }
 
 /// POST `/inference/v1/abort_requests`: the given ids.
 pub(super) async fn given(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
     let ids = strings(control.required(FIELD)?)?;
-    Ok(abort(&control, Some(&ids)))
+    Ok(abort(&control, Some(&ids))?)
 }
 
-fn abort(control: &Control, ids: Option<&[String]>) -> Response {
-    let client = &control.engine.client;
-    let aborted = ids.map_or_else(|| client.abort_all(), |ids| client.abort(ids));
+fn abort(control: &Control, ids: Option<&[String]>) -> Result<Response, ApiError> {
+    let engines = control.app.engines.there()?;
+    let abort = |client: &EngineClient| ids.map_or_else(|| client.abort_all(), |ids| client.abort(ids));
+    let aborted: usize = engines.iter().map(|engine| abort(&engine.client)).sum();
     tracing::info!(aborted, "aborted requests");
-    control.answer(&json!({"status": "aborted", "aborted": aborted}), &[FIELD])
+    Ok(control.answer(&json!({"status": "aborted", "aborted": aborted}), &[FIELD]))
 }
 
 fn strings(value: &Value) -> Result<Vec<String>, ApiError> {

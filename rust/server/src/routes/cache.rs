@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::answer::Failure;
 use crate::app::App;
 use crate::control::Control;
+use crate::fan_out::successes;
 
 const RUNNING: &str = "reset_running_requests";
 /// Of a cache outside the engine, which there is none.
@@ -19,7 +20,8 @@ pub(super) async fn reset(State(app): State<Arc<App>>, request: Request) -> Resu
     let control = Control::read(app, request).await?;
     let running = control.flag(RUNNING)?.unwrap_or(false);
     control.flag(EXTERNAL)?;
-    let success = control.call("reset_prefix_cache", vec![running.into()]).await?;
+    let outcomes = control.call("reset_prefix_cache", &[running.into()]).await?;
+    let success = successes(&outcomes)?.into_iter().all(|success| *success == true);
     tracing::info!(running, "prefix cache reset");
-    Ok(control.answer(&json!({"success": success}), &[RUNNING, EXTERNAL]))
+    Ok(control.answer_of_all(json!({"success": success}), &[RUNNING, EXTERNAL], &outcomes))
 }

@@ -17,10 +17,12 @@ use serde_json::Value;
 use super::header_text;
 use super::stream::EventStream;
 use crate::answer::{self, Failure, REQUEST_ID, internal};
-use crate::app::{App, Engine, OpenRequest, now};
+use crate::app::{App, OpenRequest, now};
 use crate::body;
+use crate::engine::Engine;
 
 const SESSION_ID: &str = "x-session-id";
+const RANK: &str = "X-data-parallel-rank";
 const MEDIA_TYPE: &str = "application/json";
 
 /// Work on more bytes or tokens than this leaves the threads that serve connections.
@@ -42,17 +44,19 @@ pub(super) async fn generate(State(app): State<Arc<App>>, request: Request) -> R
     // An id that was refused is not repeated.
     let echo = header_id.as_deref().filter(|id| check_request_id(&Value::from(*id), "").is_ok());
     let refused = |error: ApiError| Failure::from(error).of_request(echo);
-    let engine = app.live_engine().map_err(refused)?;
+    let engine = app.check_live().map_err(refused)?;
     check_content_type(&parts.headers).map_err(refused)?;
     let body = body::read(&parts.headers, body, app.options.max_body_bytes).await.map_err(refused)?;
-    let request = parse(&app, engine, body, header_id.clone()).await.map_err(refused)?;
+    let request = parse(&app, &engine, body, header_id.clone()).await.map_err(refused)?;
     app.log_ignored(&request.ignored_fields);
     let external_id = match &request.request_id {
         Some(id) => id.clone(),
         None => hex::encode(random::<16>().map_err(refused)?),
     };
     let session_id = header_text(&parts.headers, SESSION_ID);
-    let answered = match submit(&app, engine, request, &external_id, session_id.as_deref()) {
+    let submitted = rank(&parts.headers, app.engines.size())
+        .and_then(|rank| submit(&app, request, &external_id, session_id.as_deref(), rank));
+    let answered = match submitted {
         Ok(running) if running.request.stream => stream(running).await,
         Ok(running) => collect(running).await,
         Err(error) => Err(error),
@@ -77,12 +81,12 @@ async fn parse(
 
 fn submit(
     app: &Arc<App>,
-    engine: &Engine,
     request: GenerateRequest,
     external_id: &str,
     session_id: Option<&str>,
+    rank: Option<usize>,
 ) -> Result<Running, ApiError> {
-    let open = app.open_request()?;
+    let (open, engine, reserved) = app.open_request(external_id, session_id, rank)?;
     let (created, arrival_time) = now();
     let suffix = u32::from_ne_bytes(random()?);
     let delivery = if request.stream { Delivery::EachStep } else { Delivery::WhenFinished };
@@ -90,11 +94,12 @@ fn submit(
     let choices = request.choices();
     let submission = Submission { external_id: external_id.to_owned(), requests, delivery };
     let stream = engine.client.submit(submission).map_err(|error| answer::of_submission(&error))?;
+    drop(reserved);
     let facts = AnswerFacts {
         request_id: external_id.to_owned(),
         model: engine.served.model.clone(),
         created,
-        engine_index: engine.client.hello().engine_index,
+        engine_index: engine.index(),
     };
     Ok(Running { request, facts, choices, stream, _open: open })
 }
@@ -160,6 +165,15 @@ async fn stream(mut running: Running) -> Result<Response, ApiError> {
     running.add_headers(&mut response);
     EventStream::new(running, first).answer(&mut response);
     Ok(response)
+}
+
+/// The engine that has to take the request; `None` for any.
+fn rank(headers: &HeaderMap, engines: usize) -> Result<Option<usize>, ApiError> {
+    let Some(value) = header_text(headers, RANK) else { return Ok(None) };
+    let is_number = value.len() <= 9 && value.bytes().all(|byte| byte.is_ascii_digit());
+    let rank = value.parse().ok().filter(|rank| is_number && *rank < engines);
+    let allowed = || format!("an integer from 0 to {}", engines - 1);
+    rank.map(Some).ok_or_else(|| ApiError::wrong(RANK, &allowed(), &value.as_str().into()))
 }
 
 fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {

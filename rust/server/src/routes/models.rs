@@ -11,7 +11,7 @@ use crate::app::App;
 
 /// GET /v1/models
 pub(super) async fn list(State(app): State<Arc<App>>) -> Result<Response, Failure> {
-    let engine = app.engine()?;
+    let engine = app.engines.first()?;
     let card = json!({
         "id": engine.served.model,
         "object": "model",

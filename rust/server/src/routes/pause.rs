@@ -28,23 +28,23 @@ pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Resu
     let control = Control::read(app, request).await?;
     let (mode, clears) = mode(&control)?;
     let clear_cache = control.flag(CLEAR_CACHE)?.unwrap_or(clears);
-    control.call("pause_generation", vec![mode.into(), clear_cache.into()]).await?;
+    let outcomes = control.call("pause_generation", &[mode.into(), clear_cache.into()]).await?;
     tracing::info!(mode, clear_cache, "paused");
-    Ok(control.answer(&json!({"status": "paused"}), &[MODE, CLEAR_CACHE]))
+    Ok(control.answer_of_all(json!({"status": "paused"}), &[MODE, CLEAR_CACHE], &outcomes))
 }
 
 /// POST /resume
 pub(super) async fn resume(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    control.call("resume_scheduler", Vec::new()).await?;
+    let outcomes = control.call("resume_scheduler", &[]).await?;
     tracing::info!("resumed");
-    Ok(control.answer(&json!({"status": "resumed"}), &[]))
+    Ok(control.answer_of_all(json!({"status": "resumed"}), &[], &outcomes))
 }
 
 /// GET `/is_paused`
 pub(super) async fn is_paused(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    let paused = control.call("is_scheduler_paused", Vec::new()).await?;
+    let paused = control.ask("is_scheduler_paused").await?;
     Ok(control.answer(&json!({"is_paused": paused}), &[]))
 }
 

@@ -28,26 +28,26 @@ pub(super) async fn sleep(State(app): State<Arc<App>>, request: Request) -> Resu
             .find(|mode| given == *mode)
             .ok_or_else(|| ApiError::wrong(MODE, "abort, wait or keep", &given))?,
     };
-    control.call("sleep", vec![level.into(), mode.into()]).await?;
+    let outcomes = control.call("sleep", &[level.into(), mode.into()]).await?;
     tracing::info!(level, mode, "sleeping");
-    Ok(control.answer(&json!({"status": "sleeping", "level": level}), &[LEVEL, MODE]))
+    Ok(control.answer_of_all(json!({"status": "sleeping", "level": level}), &[LEVEL, MODE], &outcomes))
 }
 
 /// POST `/wake_up`: the given parts, or all; what is awake stays so.
 pub(super) async fn wake_up(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
     let tags = tags(&control)?;
-    control.call("wake_up", vec![tags.clone()]).await?;
-    let sleeping = control.call("is_sleeping", Vec::new()).await?;
+    let outcomes = control.call("wake_up", std::slice::from_ref(&tags)).await?;
+    let sleeping = control.ask("is_sleeping").await?;
     tracing::info!(%tags, "woken up");
     let status = if sleeping == Value::Bool(true) { "sleeping" } else { "awake" };
-    Ok(control.answer(&json!({"status": status, "tags": tags}), &[TAGS]))
+    Ok(control.answer_of_all(json!({"status": status, "tags": tags}), &[TAGS], &outcomes))
 }
 
 /// GET `/is_sleeping`
 pub(super) async fn is_sleeping(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    let sleeping = control.call("is_sleeping", Vec::new()).await?;
+    let sleeping = control.ask("is_sleeping").await?;
     Ok(control.answer(&json!({"is_sleeping": sleeping}), &[]))
 }
 

@@ -10,6 +10,8 @@ use serde_json::{Map, Value, json};
 use crate::answer::{Failure, internal};
 use crate::app::App;
 use crate::control::Control;
+use crate::fan_out::{call_each, info_of, successes};
+use crate::uploads::Reading;
 
 const INIT_INFO: &str = "init_info";
 const UPDATE_INFO: &str = "update_info";
@@ -23,18 +25,26 @@ const PARTIAL: &str = "partial";
 /// POST `/init_weight_transfer_engine`
 pub(super) async fn init_transfer(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    let info = control.field(INIT_INFO).map_or_else(|| Ok(json!({})), |given| info(INIT_INFO, given))?;
-    control.call("init_weight_transfer_engine", vec![info]).await?;
-    tracing::info!("weight transfer initialized");
-    Ok(control.answer(&json!({"message": "Weight transfer initialized"}), &[INIT_INFO]))
+    let given = control.field(INIT_INFO).map(|given| infos(&control, INIT_INFO, given)).transpose()?;
+    let infos = given.unwrap_or_else(|| vec![json!({})]);
+    control
+        .complete(async move |control: Control| {
+            let engines = control.app.engines.there()?;
+            let outcomes =
+                call_each(&engines, "init_weight_transfer_engine", |engine| vec![info_of(engine, &infos)]).await;
+            successes(&outcomes)?;
+            tracing::info!("weight transfer initialized");
+            Ok(control.answer_of_all(json!({"message": "Weight transfer initialized"}), &[INIT_INFO], &outcomes))
+        })
+        .await
 }
 
 /// POST `/shutdown_weight_transfer_engine`
 pub(super) async fn shut_down_transfer(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    control.call("shutdown_weight_transfer_engine", Vec::new()).await?;
+    let outcomes = control.call("shutdown_weight_transfer_engine", &[]).await?;
     tracing::info!("weight transfer shut down");
-    Ok(control.answer(&json!({"message": "Weight transfer shut down"}), &[]))
+    Ok(control.answer_of_all(json!({"message": "Weight transfer shut down"}), &[], &outcomes))
 }
 
 /// POST `/start_weight_update`
@@ -44,9 +54,14 @@ pub(super) async fn start(State(app): State<Arc<App>>, request: Request) -> Resu
     if let Some(mode) = mode.filter(|mode| !MODES.iter().any(|known| *mode == known)) {
         return Err(ApiError::wrong(MODE, "staged or in_place", mode).into());
     }
-    control.call("start_weight_update", options([(MODE, mode)])).await?;
-    tracing::info!("weight update started");
-    Ok(control.answer(&json!({"message": "Weight update started"}), &[MODE]))
+    let options = mode.map(|mode| json!({MODE: mode}));
+    control
+        .complete(async move |control: Control| {
+            let outcomes = control.app.update.start(options.as_ref()).await?;
+            tracing::info!("weight update started");
+            Ok(control.answer_of_all(json!({"message": "Weight update started"}), &[MODE], &outcomes))
+        })
+        .await
 }
 
 /// POST `/start_draft_weight_update`
@@ -59,16 +74,10 @@ pub(super) async fn start_draft(State(app): State<Arc<App>>, request: Request) -
 pub(super) async fn update(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
     if control.field(WEIGHT_DIR).is_some() {
-        return to_its_end(update_from_directory(control)).await;
+        return control.complete(update_from_directory).await;
     }
-    let info = info(UPDATE_INFO, control.required(UPDATE_INFO)?)?;
-    let is_upload = !info["upload"].is_null() && (info["backend"].is_null() || info["backend"] == "http");
-    if is_upload {
-        return to_its_end(update_from_upload(control, info)).await;
-    }
-    control.call("update_weights", vec![info]).await?;
-    tracing::info!("weights updated");
-    Ok(control.answer(&json!({"message": "Weights updated"}), &[UPDATE_INFO]))
+    let infos = infos(&control, UPDATE_INFO, control.required(UPDATE_INFO)?)?;
+    control.complete(move |control| update_from(control, infos)).await
 }
 
 /// POST `/finish_weight_update`: weights, label, commit number and digest change together.
@@ -82,28 +91,29 @@ pub(super) async fn finish(State(app): State<Arc<App>>, request: Request) -> Res
     if let Some(partial) = partial.filter(|partial| !partial.is_boolean()) {
         return Err(ApiError::wrong(PARTIAL, "true or false", partial).into());
     }
-    let mut arguments = vec![label];
-    arguments.extend(options([("digest", digest), (PARTIAL, partial)]));
-    let committed = control.call("finish_weight_update", arguments).await?;
-    log_commit(&committed);
-    let body = with_message("Weight update finished", committed);
-    Ok(control.answer(&body, &[WEIGHT_VERSION, WEIGHT_DIGEST, PARTIAL]))
+    let options = [("digest", digest), (PARTIAL, partial)].into_iter();
+    let options = options.filter_map(|(name, value)| Some((name.to_owned(), value?.clone()))).collect();
+    control
+        .complete(async move |control: Control| {
+            let (committed, outcomes) = control.app.update.finish(label, options).await?;
+            log_commit(&committed);
+            let body = with_message("Weight update finished", committed);
+            Ok(control.answer_of_all(body, &[WEIGHT_VERSION, WEIGHT_DIGEST, PARTIAL], &outcomes))
+        })
+        .await
 }
 
 /// POST `/abort_weight_update`: drops the open update, if there is one.
 pub(super) async fn abort(State(app): State<Arc<App>>, request: Request) -> Result<Response, Failure> {
     let control = Control::read(app, request).await?;
-    let aborted = control.call("abort_weight_update", Vec::new()).await?;
-    tracing::info!(%aborted, "weight update aborted");
-    Ok(control.answer(&json!({"status": "aborted", "aborted": aborted}), &[]))
-}
-
-/// Runs a change of several steps to its end, also when its client goes away in the middle: the client would find it half
-/// done when it comes back.
-async fn to_its_end(
-    change: impl Future<Output = Result<Response, Failure>> + Send + 'static,
-) -> Result<Response, Failure> {
-    tokio::spawn(change).await.unwrap_or_else(|error| Err(internal(format!("updating weights: {error}")).into()))
+    control
+        .complete(async |control: Control| {
+            let outcomes = control.app.update.abort().await?;
+            let aborted = successes(&outcomes)?.into_iter().any(|aborted| *aborted == true);
+            tracing::info!(aborted, "weight update aborted");
+            Ok(control.answer_of_all(json!({"status": "aborted", "aborted": aborted}), &[], &outcomes))
+        })
+        .await
 }
 
 /// A whole update. A client that sends it again, because it got no answer, has it done again after the first.
@@ -118,34 +128,40 @@ async fn update_from_directory(control: Control) -> Result<Response, Failure> {
     };
     let label = label(&control)?;
     let alone = control.app.directory_update.lock().await;
-    control.call("start_weight_update", Vec::new()).await?;
-    control.call("update_weights", vec![json!({"backend": "disk", "path": directory})]).await?;
-    let committed = control.call("finish_weight_update", vec![label]).await?;
+    let update = &control.app.update;
+    update.start(None).await?;
+    update.update(&[json!({"backend": "disk", "path": directory})]).await?;
+    let (committed, outcomes) = update.finish(label, Map::new()).await?;
     drop(alone);
     log_commit(&committed);
-    Ok(control.answer(&with_message("Weights updated", committed), &[WEIGHT_DIR, WEIGHT_VERSION]))
+    let body = with_message("Weights updated", committed);
+    Ok(control.answer_of_all(body, &[WEIGHT_DIR, WEIGHT_VERSION], &outcomes))
 }
 
-/// An update from files that clients have uploaded; once they are in the engine they are deleted.
-async fn update_from_upload(control: Control, info: Value) -> Result<Response, Failure> {
-    let reading = control.app.spool()?.reading(&info["upload"], "update_info.upload")?;
-    control.call("update_weights", vec![info]).await?;
-    let deleted = tokio::task::spawn_blocking(|| reading.delete()).await;
+/// A piece of the open update. Files that clients have uploaded are deleted once they are in the engines.
+async fn update_from(control: Control, infos: Vec<Value>) -> Result<Response, Failure> {
+    let is_upload =
+        |info: &&Value| !info["upload"].is_null() && (info["backend"].is_null() || info["backend"] == "http");
+    let mut held = Vec::new();
+    for info in infos.iter().filter(is_upload) {
+        held.push(control.app.spool()?.reading(&info["upload"], "update_info.upload")?);
+    }
+    let outcomes = control.app.update.update(&infos).await?;
+    let deleted = tokio::task::spawn_blocking(|| held.into_iter().for_each(Reading::delete)).await;
     deleted.map_err(|error| internal(format!("deleting an upload: {error}")))?;
     tracing::info!("weights updated");
-    Ok(control.answer(&json!({"message": "Weights updated"}), &[UPDATE_INFO]))
+    Ok(control.answer_of_all(json!({"message": "Weights updated"}), &[UPDATE_INFO], &outcomes))
 }
 
-/// The object of a field, which may be alone in a list.
-fn info(name: &str, given: &Value) -> Result<Value, ApiError> {
-    let found = match given {
-        Value::Array(items) if items.len() == 1 => &items[0],
-        other => other,
-    };
-    if found.is_object() {
-        return Ok(found.clone());
+/// One object for all engines, or one for each.
+fn infos(control: &Control, name: &str, given: &Value) -> Result<Vec<Value>, ApiError> {
+    let size = control.app.engines.size();
+    let found = given.as_array().map_or_else(|| std::slice::from_ref(given), Vec::as_slice);
+    if (found.len() == 1 || found.len() == size) && found.iter().all(Value::is_object) {
+        return Ok(found.to_vec());
     }
-    Err(ApiError::wrong(name, "an object or a list of one object", given))
+    let objects = if size == 1 { "one object".to_owned() } else { format!("1 or {size} objects") };
+    Err(ApiError::wrong(name, &format!("an object or a list of {objects}"), given))
 }
 
 fn label(control: &Control) -> Result<Value, ApiError> {
@@ -157,13 +173,6 @@ fn is_digest(value: &Value) -> bool {
     let digits = value.as_str().and_then(|text| text.strip_prefix("blake3:"));
     let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     digits.is_some_and(|digits| digits.len() == 64 && digits.bytes().all(is_digit))
-}
-
-/// The options of a call that were given, as its last argument; none when there are none.
-fn options<const N: usize>(given: [(&str, Option<&Value>); N]) -> Vec<Value> {
-    let given = given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?.clone())));
-    let given: Map<String, Value> = given.collect();
-    if given.is_empty() { Vec::new() } else { vec![given.into()] }
 }
 
 fn with_message(message: &str, committed: Value) -> Value {

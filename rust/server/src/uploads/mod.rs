@@ -9,6 +9,6 @@ mod writer;
 
 pub(crate) use byte_ranges::{CONTENT_RANGE, parse_content_range};
 pub(crate) use claim::Part;
-pub(crate) use spool::Spool;
+pub(crate) use spool::{Reading, Spool};
 pub(crate) use upload::check_file_name;
 pub(crate) use writer::{Writer, wrong_length};
