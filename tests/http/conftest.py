@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from real_server import RealEngine, RealServer
+from real_set import RealSet, SetServer
 from scripted_frontend import ENGINE_START_SECONDS, FRONTENDS, Mocked, MockFactory
 
 
@@ -83,3 +84,34 @@ def restored(server: RealServer) -> Iterator[RealServer]:
     server.frontend.post("/wake_up")
     server.frontend.post("/abort_weight_update")
     server.update("rl", "default")
+
+
+@pytest.fixture(scope="session")
+def engines(socket_directory: Path) -> Iterator[RealSet]:
+    """Two real engines of one set, for both frontends."""
+    directory = socket_directory / "set"
+    directory.mkdir()
+    started = RealSet(directory)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def started_set(kind: str, engines: RealSet) -> Iterator[SetServer]:
+    """A frontend on both engines; tests take it as `server_set`."""
+    started = SetServer(kind, engines)
+    try:
+        started.frontend.wait_ready(ENGINE_START_SECONDS)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def server_set(started_set: SetServer) -> Iterator[SetServer]:
+    """The shared set; afterwards both engines have the weights of the start under the label ``default``."""
+    yield started_set
+    started_set.frontend.post("/abort_weight_update")
+    started_set.update("rl", "default")
+    started_set.frontend.post("/resume")
+    started_set.frontend.post("/abort_requests")

@@ -200,9 +200,9 @@ class FrontendProcess:
             self.stderr_lines.append(line)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Asks again and again, for as long as `WAIT_SECONDS`."""
-    deadline = time.monotonic() + WAIT_SECONDS
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Asks again and again, for as long as ``seconds``."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still not: {what}"
 

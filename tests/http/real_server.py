@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from frontend_process import FrontendProcess
@@ -23,8 +24,8 @@ VOCABULARY_SIZE = 16
 MAX_MODEL_LEN = 512
 
 
-class RealEngine:
-    """An engine process, and ``weights_root`` with ``rl`` (served at start), ``sft`` and ``zero``.
+class Checkpoints:
+    """``weights_root`` with ``rl`` (served at start), ``sft`` and ``zero``, and a spool for uploads.
 
     ``zero`` is ``rl`` with a head of zeros: greedy decoding emits token 0 and nothing else.
     """
@@ -38,14 +39,14 @@ class RealEngine:
         self._save(self.weights_root / "zero", self.tensors(**{HEAD: None}))
         self.spool = directory / "spool"
         self.spool.mkdir(mode=0o700)
-        config = EngineConfig(
-            model=str(models.path(MODEL)),
-            weights_root=str(self.weights_root),
-            weights_spool=str(self.spool),
-            num_threads=1,
-            device="cpu",
-        )
-        self.process: EngineProcess = start_engine(config, directory)
+        #: What engines with these weights are started with.
+        self.config: dict[str, Any] = {
+            "model": str(models.path(MODEL)),
+            "weights_root": str(self.weights_root),
+            "weights_spool": str(self.spool),
+            "num_threads": 1,
+            "device": "cpu",
+        }
 
     def tensors(self, **changes: np.ndarray | None) -> dict[str, np.ndarray]:
         """``rl``'s tensors with some replaced; None makes one zero."""
@@ -72,6 +73,14 @@ class RealEngine:
         directory.mkdir()
         save_file(tensors, directory / WEIGHTS_FILE)
         return directory
+
+
+class RealEngine(Checkpoints):
+    """An engine process and its weights."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.process: EngineProcess = start_engine(EngineConfig(**self.config), directory)
 
     def close(self) -> None:
         """Ends the process."""
