@@ -24,6 +24,8 @@ from rollspan.config import EngineConfig
 
 BINARY_NAME = "rollspan-http"
 SHARED_MEMORY = Path("/dev/shm")
+PRIVATE_PREFIX = "rollspan-"
+"""How directories begin that this module makes; nobody else's are ever deleted."""
 MAX_SOCKET_PATH_BYTES = 100
 """Unix socket addresses hold 108 bytes on Linux and 104 on macOS, the terminating zero included."""
 
@@ -134,7 +136,7 @@ def private_directory(base: Path | None = None) -> Iterator[Path]:
     if base is None:
         runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nowhere")
         base = runtime if os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    directory = Path(tempfile.mkdtemp(prefix="rollspan-", dir=base))
+    directory = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=base))
     try:
         yield directory
     finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 END_SECONDS = 10.0
 
@@ -32,21 +34,40 @@ class Serve:
                 text=True,
             )
         self.url = ""
-        self.engine = self.frontend = 0
+        self.engines: list[int] = []
+        self.frontend = 0
+        self.spool: Path | None = None
 
     def wait_until_ready(self) -> None:
-        """Reads events until the server is ready, and finds the two processes."""
+        """Reads events until the server is ready, and finds its processes."""
+        self.url = self.wait_for("ready")["url"]
+        self.find_processes()
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        """Reads events up to the next one of this name."""
         assert self.process.stdout is not None
-        event = {}
-        while event.get("event") != "ready":
+        event: dict[str, Any] = {}
+        while event.get("event") != name:
             line = self.process.stdout.readline()
             assert line, self.errors.read_text()
             event = json.loads(line)
-        self.url = event["url"]
+        return event
+
+    def find_processes(self) -> None:
+        """Finds the engines, by index, and the frontend."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-        (self.engine,) = (pid for pid, command in commands.items() if "rollspan.engine" in command)
+        engines = (pid for pid, command in commands.items() if "rollspan.engine" in command)
+        self.engines = sorted(engines, key=lambda pid: re.findall(r"engine-(\d+)\.sock", commands[pid]))
         (self.frontend,) = (pid for pid, command in commands.items() if "--engine" in command.split("\0"))
+        words = commands[self.frontend].split("\0")
+        self.spool = Path(words[words.index("--weights-spool") + 1])
+
+    @property
+    def engine(self) -> int:
+        """The only engine."""
+        (pid,) = self.engines
+        return pid
 
     def end(self) -> tuple[int, list[str]]:
         """Waits for the launcher's end; returns its exit code and the lines of stderr that are its own."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollspan import models
 from rollspan.launcher import start_process, stop_process
 from support.serve import END_SECONDS, Serve
 from support.servers import FRONTENDS, Frontend, frontend_command
@@ -43,6 +44,7 @@ class Starter:
 
     def assert_nothing_is_left(self) -> None:
         assert list(self.temporary.glob("rollspan-*")) == []
+        assert not any(server.spool is not None and server.spool.exists() for server in self._running)
 
     def close(self) -> None:
         for server in self._running:
@@ -103,6 +105,41 @@ def test_an_engine_killed_in_mid_stream_ends_the_request_and_the_server(start: S
     start.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("kind", FRONTENDS)
+def test_of_two_engines_one_that_is_killed_is_started_again(start: Starter, kind: str) -> None:
+    weights = Path(tempfile.mkdtemp(dir=start.temporary))
+    shutil.copy(models.path() / "model.safetensors", weights)
+    server = start(kind, "--port", "0", "--data-parallel-size", "2", "--weights-root", str(weights))
+    server.wait_until_ready()
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
+
+    def served_by(client: httpx.Client) -> int:
+        return int(client.post(GENERATE, json=body).raise_for_status().json()["engine_index"])
+
+    with httpx.Client(base_url=server.url, timeout=END_SECONDS) as client:
+        assert {served_by(client) for _ in range(2)} == {0, 1}
+        os.kill(server.engines[1], signal.SIGKILL)
+        ended = server.wait_for("engine_ended")
+        assert (ended["engine_index"], ended["restart_seconds"]) == (1, 1.0)
+        assert ended["message"] == "engine 1 was killed by SIGKILL (by a user, or for lack of memory)"
+        assert {served_by(client) for _ in range(3)} == {0}
+        assert server.wait_for("engine_started")["engine_index"] == 1
+        deadline = time.monotonic() + 100
+        while [record["state"] for record in client.get("/weight_history").json()["engines"]] != ["ready", "ready"]:
+            assert time.monotonic() < deadline
+        updated = client.post("/update_weights", json={"weight_dir": "."}).raise_for_status().json()
+        assert [outcome["result"]["weight_commit"] for outcome in updated["engines"]] == [1, 1]
+        assert {served_by(client) for _ in range(2)} == {0, 1}
+    server.find_processes()
+    watched = [Watched(pid) for pid in (*server.engines, server.frontend)]
+    assert len(watched) == 3
+    server.process.send_signal(signal.SIGTERM)
+    code, lines = server.end()
+    assert (code, lines[-1]) == (0, "rollspan: stopped")
+    assert all(process.ends_within(0) for process in watched)
+    start.assert_nothing_is_left()
+
+
 def test_a_killed_frontend_ends_the_server(start: Starter) -> None:
     server = start(FRONTENDS[0], "--port", "0")
     server.wait_until_ready()
@@ -120,6 +157,10 @@ def test_a_killed_launcher_takes_both_with_it(start: Starter, kind: str) -> None
     server = start(kind, "--port", "0")
     server.wait_until_ready()
     engine, frontend = Watched(server.engine), Watched(server.frontend)
+    upload = httpx.put(f"{server.url}/weight_uploads/u/a.safetensors", content=b"x" * 1000, timeout=END_SECONDS)
+    assert upload.status_code == 200
+    assert server.spool is not None
+    assert (server.spool / "u" / "a.safetensors").exists()
     server.process.kill()
     assert engine.ends_within(2)
     assert frontend.ends_within(2)

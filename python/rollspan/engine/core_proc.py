@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from rollspan.config import EngineConfig
 from rollspan.engine.link import Link, Said
 from rollspan.errors import RollspanError
+from rollspan.launcher import PRIVATE_PREFIX
 from rollspan.protocol import messages as m
 from rollspan.protocol.codec import CallRefusedError, RequestRefusedError
 from rollspan.protocol.framing import FrameKind
@@ -153,10 +155,11 @@ class EngineProcess:
         self._path.unlink(missing_ok=True)
 
 
-def _watch_stdin(path: Path) -> None:
+def _watch_stdin(path: Path, spool: str | None) -> None:
     """Ends this process when the parent, which holds the other end of stdin, is gone.
 
-    The parent cannot tidy up any more, so its private directory goes as well, once it is empty.
+    The parent cannot tidy up any more, so its private directories go as well: that of sockets once it is empty, that of
+    uploads with what is in it.
     """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
@@ -164,6 +167,8 @@ def _watch_stdin(path: Path) -> None:
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
+    if spool is not None and Path(spool).name.startswith(PRIVATE_PREFIX):
+        shutil.rmtree(spool, ignore_errors=True)
     os._exit(0)
 
 
@@ -176,7 +181,9 @@ def run(path: Path, config: EngineConfig, *, watch_stdin: bool = False) -> int:
     """Binds the socket, loads the model and serves it; returns the exit code."""
     process = EngineProcess(path)
     if watch_stdin:
-        threading.Thread(target=_watch_stdin, args=(path,), name="watch-stdin", daemon=True).start()
+        threading.Thread(
+            target=_watch_stdin, args=(path, config.weights_spool), name="watch-stdin", daemon=True
+        ).start()
     code, notice = 0, m.DeadNotice("shutting_down", "the engine is shutting down")
 
     def end_now(*_: object) -> None:
