@@ -115,7 +115,7 @@ class History:
     def digested(self, root: str) -> None:
         """The digest of the weights in force has become known."""
         for commit in reversed(self._commits):
-            if commit.weight_digest is not None or commit.weight_commit != self.last.weight_commit:
+            if commit.weight_commit != self.last.weight_commit:
                 return
             commit.weight_digest = root
 

@@ -136,13 +136,17 @@ class WeightState:
 
     def name(self, label: str | None) -> None:
         """Somebody calls the weights in force so; None leaves their name."""
+        self._note_digest()
         if label is not None:
             self.label, self.declared, self._undeclared = label, True, False
 
-    def describe_state(self) -> dict[str, Any]:
-        """The part of ``get_weight_history`` that is about now."""
+    def _note_digest(self) -> None:
         if self.digest is not None:
             self.history.digested(self.digest)
+
+    def describe_state(self) -> dict[str, Any]:
+        """The part of ``get_weight_history`` that is about now."""
+        self._note_digest()
         return {
             "state": self.state,
             "weight_version": self.label,
