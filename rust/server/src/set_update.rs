@@ -152,7 +152,13 @@ impl SetUpdate {
         let arguments = |engine: &Arc<Engine>| vec![label_of(engine), Value::Object(options.clone())];
         let outcomes = call_each(&engines, FINISH, arguments).await;
         let done = self.judged(&outcomes, true)?;
-        self.engines.join(&done);
+        let back: Vec<_> = done.into_iter().filter(|engine| !contains(&serving, engine)).collect();
+        if serving.iter().any(|engine| engine.client.status().paused) {
+            // Those that are back have not heard of that pause. One that refuses is as it was.
+            let running: Vec<_> = back.iter().filter(|engine| !engine.client.status().paused).cloned().collect();
+            drop(call_all(&running, "pause_generation", &["keep".into(), false.into()]).await);
+        }
+        self.engines.join(&back);
         Ok((first_result(&outcomes), outcomes))
     }
 

@@ -78,9 +78,10 @@ fn compared(found: &[&Value]) -> Value {
     json!({"match": matches, "mismatches": mismatches})
 }
 
-/// Whether all engines serve the same weights: each is ready, and all have one digest.
+/// Whether all engines serve the same weights: each is ready, and all have one digest, which of several must be known.
 fn consistent(records: &[Value]) -> bool {
     let digest = |record: &Value| record["weight_digest"].clone();
     let first = records.first().map(digest);
-    records.iter().all(|record| record["state"] == "ready" && Some(digest(record)) == first)
+    let is_known = records.len() == 1 || first.as_ref().is_some_and(|digest| !digest.is_null());
+    is_known && records.iter().all(|record| record["state"] == "ready" && Some(digest(record)) == first)
 }
