@@ -72,7 +72,7 @@ def committed(commit: int, digest: str = DIGEST, label: str = "a") -> dict[str, 
     return {"weight_version": label, "weight_commit": commit, "weight_digest": digest}
 
 
-def served_by(pair: MockedSet, pool: ThreadPoolExecutor, headers: dict[str, str] | None = None) -> int:
+def served_by(pair: MockedSet, pool: ThreadPoolExecutor, headers: Any = None) -> int:
     """Which engine takes a request; it is answered there."""
     answer = pool.submit(pair.frontend.generate, [5], headers)
     wait_until(lambda: any(engine.has_pending_request for engine in pair.engines) or answer.done(), "a request")
@@ -101,10 +101,9 @@ def test_requests_take_turns_where_all_are_idle_and_go_where_the_fewest_are_open
 
 
 def test_a_session_stays_with_its_engine(pair: MockedSet, pool: ThreadPoolExecutor) -> None:
-    for number in range(6):
-        session = f"session-{number}"
+    for session in (*(f"session-{number}" for number in range(6)), "größe", "\U0001f600"):
         for _ in range(2):
-            assert served_by(pair, pool, {"X-Session-ID": session}) == session_engine(session, [0, 1])
+            assert served_by(pair, pool, {b"X-Session-ID": session.encode()}) == session_engine(session, [0, 1])
 
 
 def test_a_client_may_choose_the_engine(pair: MockedSet, pool: ThreadPoolExecutor) -> None:
@@ -115,7 +114,7 @@ def test_a_client_may_choose_the_engine(pair: MockedSet, pool: ThreadPoolExecuto
             GENERATE, json={"token_ids": [1], "sampling_params": {}}, headers={"X-data-parallel-rank": value.encode()}
         )
         message = error_of(answer, 400, "invalid_request", "X-data-parallel-rank")
-        assert message.startswith("X-data-parallel-rank must be an integer from 0 to 1, got ")
+        assert message == f'X-data-parallel-rank must be an integer from 0 to 1, got "{value}"'
 
 
 def test_an_id_is_taken_in_the_whole_set(pair: MockedSet, pool: ThreadPoolExecutor) -> None:
