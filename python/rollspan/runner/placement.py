@@ -149,7 +149,9 @@ def _num_blocks(
     longest = -(-max_model_len // config.block_size)
     memory = config.kv_cache_memory
     if memory is None:
-        memory = int(_free_memory(device) * MEMORY_SHARE[device.type])
+        # Engines of a set have the host's memory in common; of GPUs each has its own.
+        sharing = config.num_engines if device.type == "cpu" else 1
+        memory = int(_free_memory(device) * MEMORY_SHARE[device.type] / sharing)
     spare = 1 if device.type == "cpu" else 2  # the padding block, and the one that padded graphs write to
     blocks = min((memory - states) // block_bytes - spare, longest * config.max_num_seqs)
     if blocks < longest:
