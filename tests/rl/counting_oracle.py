@@ -48,6 +48,13 @@ class CountingOracle:
         self._token_of_commit[self.commit] = token
         return self.label
 
+    def adopt(self, record: dict[str, Any], token: int) -> None:
+        """Somebody else has put the weights that emit ``token`` in force, as the engine's record says."""
+        assert record["weight_commit"] == self.commit + 1
+        self.commit, self.label = record["weight_commit"], record["weight_version"]
+        self._token_of_commit[self.commit] = token
+        self._tokens_of_label.setdefault(self.label, set()).add(token)
+
     async def relabel(self) -> str:
         """Renames the weights in force."""
         label = f"renamed#{next(_serial)}"

@@ -12,6 +12,7 @@ from rollspan.admission import Prompt
 from rollspan.errors import RollspanError
 from rollspan.llm import LLM
 from rollspan.outputs import RequestOutput
+from rollspan.provenance import Provenance
 from rollspan.sampling_params import RequestOutputKind, SamplingParams
 
 DELTA = RequestOutputKind.DELTA
@@ -55,6 +56,26 @@ def test_a_batch_comes_back_in_the_order_of_its_prompts(llm: LLM) -> None:
         assert output.outputs[0].finish_reason == "length"
         assert output.outputs[0].weight_versions == [{"version": "one", "start": 0, "end": 6}]
         assert (output.weight_version, output.weight_commit) == ("one", llm.get_weight_commit())
+
+
+def test_a_batch_can_bound_its_weights_and_tell_whose_its_kv_is(llm: LLM) -> None:
+    commit = llm.get_weight_commit()
+    asked = Provenance(min_weight_commit=commit, return_kv_versions=True)
+    [output] = llm.generate([5, 6], GREEDY, provenance=asked)
+    kv = [{"version": "one", "commit": commit, "start": 0, "end": 7}]
+    assert output.outputs[0].kv_versions == [{"start": 0, "end": 6, "kv": kv}]
+    with pytest.raises(RollspanError, match="the request does not wait") as refusal:
+        llm.generate([5, 6], GREEDY, provenance=Provenance(min_weight_commit=commit + 1))
+    assert refusal.value.reason == "stale_weights"
+
+
+def test_a_batch_waits_no_longer_than_it_may_for_an_open_update(llm: LLM) -> None:
+    llm.start_weight_update()
+    asked = Provenance(min_weight_commit=llm.get_weight_commit() + 1, weight_wait_s=0.02)
+    with pytest.raises(RollspanError, match="its time to wait is over") as refusal:
+        llm.generate([[5], [6]], GREEDY, provenance=asked)
+    assert refusal.value.reason == "stale_weights"
+    assert llm.abort_weight_update()
 
 
 def test_a_single_prompt_and_parameters_for_each_are_accepted(llm: LLM) -> None:
