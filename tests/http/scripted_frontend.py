@@ -25,9 +25,9 @@ class Mocked:
 
 
 class MockedSet:
-    """Scripted engines of one set, and the frontend in front of them."""
+    """Scripted engines of one set, and the frontend in front of them. ``commits`` are in force at first (default 0)."""
 
-    def __init__(self, kind: str, directory: Path, size: int, *flags: str) -> None:
+    def __init__(self, kind: str, directory: Path, size: int, *flags: str, commits: Sequence[int] = ()) -> None:
         self.directory = Path(tempfile.mkdtemp(dir=directory))
         self.engines = [MockEngine(self.directory / f"{index}.sock") for index in range(size)]
         try:
@@ -36,7 +36,7 @@ class MockedSet:
             self._close_engines()
             raise
         for index, engine in enumerate(self.engines):
-            engine.accept(hello_with(engine_index=index))
+            engine.accept(hello_with(engine_index=index, weight_commit=commits[index] if commits else 0))
         self.frontend.wait_ready()
 
     def restart(self, index: int, **hello: Any) -> None:

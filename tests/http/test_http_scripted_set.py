@@ -426,6 +426,18 @@ def test_a_dead_engine_ends_its_requests_and_comes_back_after_the_next_commit(
     assert {served_by(own, pool) for _ in range(3)} == {0, 1}
 
 
+def test_a_frontend_that_starts_late_leaves_out_who_has_missed_commits(
+    kind: str, socket_directory: Path, pool: ThreadPoolExecutor
+) -> None:
+    late = MockedSet(kind, socket_directory, 3, commits=(4, 0, 4))
+    try:
+        assert [served_by(late, pool) for _ in range(4)] == [0, 2, 0, 2]
+        message = error_of(late.frontend.generate([5], {"X-data-parallel-rank": "1"}), 503, "engine_dead")
+        assert message == "engine 1 takes no requests: it was restarted and waits for the next weight update"
+    finally:
+        late.close()
+
+
 def is_back(own: MockedSet, pool: ThreadPoolExecutor) -> bool:
     """Whether a control call reaches both engines."""
     answer = pool.submit(own.frontend.post, "/resume")

@@ -62,12 +62,16 @@ class EngineSet:
     async def start(self) -> None:
         """Waits until every engine has said hello.
 
+        They take requests, but for those that were restarted before this frontend was: commits of all have made the
+        numbers of the others equal.
+
         Raises:
             RollspanError: one of them did not start.
         """
         await asyncio.gather(*(self._reach(index) for index in range(len(self))))
+        newest = max(engine.hello.weight_commit for engine in self._greeted.values())
         for member in self._members:
-            member.serves = member.engine is not None
+            member.serves = member.engine is not None and member.engine.hello.weight_commit == newest
         self._first = self._greeted[0]
 
     async def close(self) -> None:

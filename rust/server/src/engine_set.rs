@@ -104,9 +104,15 @@ impl EngineSet {
         self.size
     }
 
-    /// All have said hello, in the order of their indices: they take requests.
+    /// All have said hello, in the order of their indices. They take requests, but for those that were restarted before
+    /// this frontend was: commits of all have made the numbers of the others equal.
     pub fn ready(&self, engines: Vec<Engine>) {
-        let member = |engine| Member { engine: Arc::new(engine), serves: true, open_requests: 0 };
+        let commit = |engine: &Engine| engine.client.hello().weight_commit;
+        let newest = engines.iter().map(commit).max();
+        let member = |engine: Engine| {
+            let serves = Some(commit(&engine)) == newest;
+            Member { engine: Arc::new(engine), serves, open_requests: 0 }
+        };
         self.state().members = engines.into_iter().map(member).collect();
     }
 

@@ -85,7 +85,10 @@ impl Claim {
         self.recorded = true;
         if file.writing.is_empty() && file.received.missing(file.total).is_none() {
             let (partial, whole) = (spool.part_path(&self.upload, &self.file), spool.path(&self.upload, &self.file));
-            fs::rename(partial, whole).map_err(|error| unusable(&self.upload, &error))?;
+            if let Err(error) = fs::rename(partial, whole) {
+                file.received.remove(&self.range);
+                return Err(unusable(&self.upload, &error));
+            }
             file.whole = true;
         }
         Ok(file.to_json())
