@@ -198,7 +198,7 @@ class _History:
         if common == 0:
             self.cache = DynamicCache()
         elif common < len(self._owners):
-            self.cache.crop(common)
+            self.cache.crop(common - len(self._owners))  # transformers takes no other form
         for weights, start, end in _runs(owners):
             start = max(start, common)
             if start < end:
