@@ -224,7 +224,7 @@ class LLM(WeightControl):
         return state
 
     def _step_or_raise(self) -> None:
-        if not self._engine.has_work():
+        if not self._engine.has_work() and not self._engine.wait_for_weights():
             raise RollspanError("generation is paused: call resume_generation before generate", reason="engine_paused")
         self._engine.step()
 

@@ -48,6 +48,10 @@ class ScriptedCore:
             UtilityOutput(call.call_id, failure, [call.method, *call.args], failure and "update_active")
         )
 
+    @property
+    def holds_requests(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self.script)
 

@@ -144,6 +144,11 @@ class EngineCore:
             return True
         return self._control.has_work() or (self.weights.runnable and self.scheduler.has_work())
 
+    @property
+    def holds_requests(self) -> bool:
+        """True while requests wait for a commit: they are in none of its steps, and yet not forgotten."""
+        return len(self._bounds) > 0
+
     def next_deadline(self) -> float | None:
         """When :meth:`step` has something to do though nothing arrives, in seconds of the monotonic clock."""
         return min(filter(None, (self._bounds.next_deadline(), self.weights.deadline)), default=None)

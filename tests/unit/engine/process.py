@@ -15,6 +15,7 @@ from rollspan.config import EngineConfig
 from rollspan.protocol import codec
 from rollspan.protocol import messages as m
 from rollspan.protocol.framing import FrameKind, FrameReader, encode_frame
+from rollspan.provenance import Provenance
 from rollspan.sampling_params import SamplingParams
 
 TIMEOUT = 60.0
@@ -128,9 +129,10 @@ class Frontend:
         assert frame[0] is FrameKind.OUTPUTS
         return codec.decode_outputs([frame[1]])
 
-    def add(self, request_id: str, tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
+    def add(self, request_id: str, tokens: int, prompt: tuple[int, ...] = (1, 2, 3), **provenance: Any) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        self.send(FrameKind.ADD, codec.encode_request(m.EngineCoreRequest(request_id, list(prompt), params)))
+        request = m.EngineCoreRequest(request_id, list(prompt), params, provenance=Provenance(**provenance))
+        self.send(FrameKind.ADD, codec.encode_request(request))
 
     def finish(self, request_id: str) -> tuple[list[int], m.EngineCoreOutput]:
         """Tokens and terminal output of a request."""

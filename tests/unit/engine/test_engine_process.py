@@ -150,6 +150,17 @@ def test_a_request_that_is_refused_ends_with_an_error_and_the_link_goes_on(
     assert frontend.finish("good")[0] == greedy
 
 
+def test_an_idle_engine_answers_a_request_whose_time_to_wait_for_weights_is_over(frontend: Frontend) -> None:
+    assert frontend.call("start_weight_update").failure is None
+    frontend.add("late", 2, min_weight_commit=1, weight_wait_s=0.05)
+    tokens, output = frontend.finish("late")
+    assert tokens == []
+    assert output.error is not None
+    assert output.error.code == "stale_weights"
+    assert "its time to wait is over" in output.error.message
+    assert frontend.call("abort_weight_update").result is True
+
+
 def test_an_id_in_use_by_another_frontend_is_refused_and_the_first_goes_on(
     shared: Process, frontend: Frontend, greedy: list[int]
 ) -> None:
