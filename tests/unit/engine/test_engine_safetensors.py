@@ -44,6 +44,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dim() else tensor
 
 
+def test_large_tensors_are_read_like_small_ones_and_are_their_own(tmp_path: Path) -> None:
+    whole = {"large": torch.arange(3_000_000).reshape(3, -1), "odd": torch.arange(5_000_001, dtype=torch.uint8)}
+    save_file(whole, tmp_path / "a")
+    first, second = dict(read_safetensors(tmp_path / "a")), dict(read_safetensors(tmp_path / "a"))
+    first["large"].zero_()
+    for name, tensor in whole.items():
+        assert torch.equal(second[name], tensor)
+
+
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

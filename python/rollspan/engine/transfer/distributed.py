@@ -12,6 +12,7 @@ import torch
 from rollspan.engine.transfer.announced import FIELDS, Announced, announced, invalid, packets
 from rollspan.engine.transfer.base import Transport, check_keys
 from rollspan.engine.transfer.mapped_file import ALIGNMENT
+from rollspan.engine.transfer.memory import new_tensor
 from rollspan.errors import RollspanError, shown
 from rollspan.process_group import BroadcastGroup, GroupError
 
@@ -109,13 +110,18 @@ class DistributedTransport(Transport):
         running: deque[tuple[Any, torch.Tensor, list[Announced]]] = deque()
         for part in (*parts, None):
             if part is not None:
-                buffer = torch.empty(sum(entry.nbytes for entry in part), dtype=torch.uint8, device=self.context.device)
+                buffer = self._buffer(sum(entry.nbytes for entry in part))
                 running.append((group.broadcast(buffer), buffer, part))
                 if len(running) < 2:
                     continue
             work, buffer, arrived = running.popleft()
             group.wait(work)
             yield from _unpacked(buffer, arrived)
+
+    def _buffer(self, count: int) -> torch.Tensor:
+        if self.context.device.type == "cpu":
+            return new_tensor((count,), torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device=self.context.device)
 
     def _failed(self, error: GroupError) -> RollspanError:
         self.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from rollspan.engine.transfer.memory import new_tensor
 from rollspan.safetensors_format import Entry, SafetensorsError, header_size, parse_header
 
 #: Bytes of one read; between two of them a read can be cancelled.
@@ -44,7 +45,7 @@ def read_safetensors(path: Path, check: Callable[[], None] = _go_on) -> Iterator
 def read_stream(stream: FileIO, check: Callable[[], None] = _go_on) -> Iterator[tuple[str, torch.Tensor]]:
     """As :func:`read_safetensors`, from the start of an open file."""
     for entry in read_entries(stream):
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = new_tensor(entry.shape, entry.dtype)
         if tensor.numel():
             _read_into(stream, tensor.reshape(-1).view(torch.uint8).numpy().data, check)
         yield entry.name, tensor
