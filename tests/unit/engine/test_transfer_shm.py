@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import socket
@@ -250,10 +251,12 @@ def test_cancel_ends_it_between_two_tensors(memfd: Any, shared: Any, form: str) 
 
 def test_no_descriptor_is_left_open_once_the_tensors_are_gone(memfd: Any) -> None:
     def count() -> int:
+        gc.collect()  # failures of other tests hold frames, and with them what was being received
         links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         return sum(str(link).startswith("/memfd:test") for link in links)
 
     info = memfd(save({"a": torch.zeros(64)}))
+    before = count()
     for _ in range(5):
         receive(info)
-    assert count() == 1
+    assert count() == before
