@@ -82,9 +82,16 @@ class Pause:
         if self.drained:
             self._settle()
 
+    def restore(self, state: PauseState) -> None:
+        """Goes back to what clients had asked for before a :meth:`hold` that was not theirs."""
+        if self._before_sleep is None:
+            self._scheduler.pause_state = state
+        else:
+            self._before_sleep = state
+
     def freeze(self, before: PauseState) -> None:
         """Lets nothing run until :meth:`thaw`, which goes back to ``before``."""
-        self._before_sleep = before if self._before_sleep is None else self._before_sleep
+        self._before_sleep = before
         self._scheduler.pause_state = PauseState.PAUSED_ALL
 
     def thaw(self) -> None:

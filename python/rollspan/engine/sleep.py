@@ -35,7 +35,8 @@ class Sleep:
     def fall_asleep(self, level: Any = 1, mode: Any = "abort") -> Future[None]:
         """Pauses as ``mode`` says and gives the memory back; done when that has taken place.
 
-        Requests that ``mode`` has kept are computed again when the engine is awake.
+        Requests that ``mode`` has kept are computed again when the engine is awake; awake, it is paused if it was so
+        before it slept, however often it was put to sleep meanwhile.
 
         Raises:
             RollspanError: ``update_active``, ``invalid_request``.
@@ -78,7 +79,11 @@ class Sleep:
             raise RollspanError(text, reason="update_active")
 
     def _release(self, level: int, before: PauseState) -> None:
-        self._check_no_update()
+        try:
+            self._check_no_update()
+        except RollspanError:
+            self._pause.restore(before)  # who does not sleep is not left held either
+            raise
         self._pause.freeze(before)
         self._core.release_memory(weights=level == 2)
         self._weights.fall_asleep(drop=level == 2)

@@ -209,7 +209,7 @@ def test_an_update_that_starts_while_the_sleep_waits_keeps_the_engine_awake(engi
     assert state(engine) == "updating"
     assert len(result.token_ids) == 9
     engine.result_of("abort_weight_update")
-    engine.result_of("resume_scheduler")
+    assert engine.result_of("is_scheduler_paused") is False
     assert len(engine.generate([(1, 2)], max_tokens=3)[0].token_ids) == 3
 
 
