@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -37,6 +38,28 @@ def choice_of(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return dict(choice)
+
+
+@contextmanager
+def begun_together(
+    server: RealServer, pool: ThreadPoolExecutor, **fields: Any
+) -> Iterator[tuple[Future[httpx.Response], Iterator[dict[str, Any]]]]:
+    """A long request collected and one as a stream, let go at the same moment: while one runs, so does the other."""
+    frontend = server.frontend
+
+    def both_wait() -> bool:
+        # Each pause is answered with how many wait; a request that comes to a paused engine tells nobody.
+        assert frontend.post("/pause?mode=keep&clear_cache=false").status_code == 200
+        return frontend.metrics()["rollspan:num_requests_waiting"] == 2
+
+    assert not both_wait()
+    with ExitStack() as stack:
+        collected = pool.submit(asked, server, LONG, **fields)
+        stream = frontend.running_stream(PROMPT, sampling_params=LONG, **fields)
+        opening = pool.submit(stack.enter_context, stream)
+        wait_until(both_wait, "both wait")
+        assert frontend.post("/resume").status_code == 200
+        yield collected, opening.result()
 
 
 def start(server: RealServer) -> None:
@@ -80,10 +103,8 @@ def test_an_update_in_flight_keeps_the_kv_or_has_it_computed_again(
 ) -> None:
     server = restored
     commit = commit_of(server)
-    collected = pool.submit(asked, server, LONG, return_kv_versions=True)
-    with server.frontend.running_stream(PROMPT, sampling_params=LONG, return_kv_versions=True) as chunks:
+    with begun_together(server, pool, return_kv_versions=True) as (collected, chunks):
         received = [next(chunks) for _ in range(3)]
-        wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 2, "both run")
         assert server.frontend.post(f"/pause?mode=keep&clear_cache={str(cleared).lower()}").status_code == 200
         server.update("zero", "zeros")
         assert server.frontend.post("/resume").status_code == 200
@@ -166,10 +187,8 @@ def test_an_output_that_lags_too_far_behind_ends_with_what_it_has(
 ) -> None:
     server = restored
     commit = commit_of(server)
-    collected = pool.submit(asked, server, LONG, max_weight_lag=lag)
-    with server.frontend.running_stream(PROMPT, sampling_params=LONG, max_weight_lag=lag) as chunks:
+    with begun_together(server, pool, max_weight_lag=lag) as (collected, chunks):
         received = [next(chunks)]
-        wait_until(lambda: server.frontend.metrics()["rollspan:num_requests_running"] == 2, "both run")
         assert server.frontend.post("/pause?mode=keep&clear_cache=false").status_code == 200
         for number in range(lag + 1):
             server.update("zero", f"zeros-{number}")
