@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.gate import Gate
 from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
+from support.gate import Gate
 
 References = dict[tuple[int, ...], list[int]]
 TOKENS = 12

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine.conftest import References
-from engine.gate import Gate
 from engine.harness import Engine
 from engine.models import TinyModel
 from rollspan.digest import weight_digest
+from support.gate import Gate
 
 TOKENS = 12
 GATE = {"backend": "gate"}

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.conftest import References
-from engine.gate import Gate
 from engine.harness import Engine, Result
 from engine.models import TinyModel
 from rollspan.digest import weight_digest
 from rollspan.protocol.messages import UtilityOutput
+from support.gate import Gate
 
 TOKENS = 12
 GATE = {"backend": "gate"}
@@ -298,7 +298,8 @@ def test_memory_of_weights_that_were_replaced_or_dropped_is_given_back(
     for outcome in ("commit", "abort", "commit", "fail"):
         array = second[name].numpy().copy()
         alive.append(weakref.ref(array))
-        gate.send(second | {name: torch.from_numpy(array)})
+        gate.send({key: tensor for key, tensor in second.items() if key != name})
+        gate.give(name, torch.from_numpy(array))
         del array
         gate.end()
         engine.result_of("start_weight_update")

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.conftest import References
-from engine.gate import Gate
 from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, make_model
 from rollspan.digest import tensor_digest, weight_digest
+from support.gate import Gate
 
 TOKENS = 12
 GATE = {"backend": "gate"}

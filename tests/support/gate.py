@@ -32,10 +32,19 @@ class Gate:
         self.waiting = threading.Event()
         self._said: queue.Queue[Any] = queue.Queue()
 
+    def clear(self) -> None:
+        """Takes back what nobody has fetched."""
+        self._said = queue.Queue()
+        self.waiting.clear()
+
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hands tensors over."""
-        for entry in tensors.items():
-            self._said.put(entry)
+        """Hands tensors over: what the engine gets is its own."""
+        for name, tensor in tensors.items():
+            self._said.put((name, tensor.clone()))
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Hands one tensor over as it is."""
+        self._said.put((name, tensor))
 
     def end(self) -> None:
         """That was all for this update_weights."""
