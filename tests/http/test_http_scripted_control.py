@@ -94,12 +94,19 @@ def test_a_reset_names_the_flag_it_does_not_understand(mock: Mocked) -> None:
         error_of(mock.frontend.post(f"/reset_prefix_cache{query}", body), 400, "invalid_request", param)
 
 
-@pytest.mark.parametrize("query", ["", "?config_format=json", "?config_format=text"])
+@pytest.mark.parametrize(
+    ("query", "config", "backend"),
+    [
+        ("", {"a": 1}, "disk"),
+        ("?config_format=json", {"weight_transfer_backend": "shm"}, "shm"),
+        ("?config_format=text", None, "disk"),
+    ],
+)
 def test_server_info_has_vllms_groups_and_what_the_engine_says(
-    mock: Mocked, pool: ThreadPoolExecutor, query: str
+    mock: Mocked, pool: ThreadPoolExecutor, query: str, config: Any, backend: str
 ) -> None:
     answer = pool.submit(mock.frontend.get, f"/server_info{query}")
-    facts = {"runner": "captured", "attention": "native", "numerics": {"batch_invariant": False}, "config": {"a": 1}}
+    facts = {"runner": "captured", "attention": "native", "numerics": {"batch_invariant": False}, "config": config}
     mock.engine.reply(mock.engine.next_call("server_info"), facts)
     body = answer.result().json()
     assert isinstance(body.pop("version"), str)
@@ -119,7 +126,7 @@ def test_server_info_has_vllms_groups_and_what_the_engine_says(
             "scheduler_config": {"max_num_seqs": 8, "max_num_batched_tokens": 256},
             "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
             "device_config": {"device": "cpu"},
-            "weight_transfer_config": {"backend": "disk"},
+            "weight_transfer_config": {"backend": backend},
         },
         "engine": {
             "version": "0.0.0",

@@ -63,4 +63,5 @@ async def server_info(control: Control) -> Response:
 
 async def world_size(control: Control) -> Response:
     """GET /get_world_size: how many engines there are, or without ``include_dp`` how many ranks one has."""
-    return control.answer({"world_size": len(control.state.engines) if control.flag("include_dp", True) else 1})
+    size = len(control.state.engines) if control.flag("include_dp", True) else 1
+    return control.answer({"world_size": size}, ("include_dp",))

@@ -19,6 +19,8 @@ def described(facts: Sequence[tuple[Engine, dict[str, Any]]], num_engines: int) 
     first, _ = facts[0]
     limits, model = first.hello.limits, first.hello.model
     engines = [_engine(engine, told) for engine, told in facts]
+    config = engines[0].get("config")
+    backend = config.get("weight_transfer_backend") if isinstance(config, dict) else None
     return {
         "vllm_config": {
             "model_config": {
@@ -41,7 +43,7 @@ def described(facts: Sequence[tuple[Engine, dict[str, Any]]], num_engines: int) 
                 "data_parallel_size": num_engines,
             },
             "device_config": {"device": model.device},
-            "weight_transfer_config": {"backend": "disk"},
+            "weight_transfer_config": {"backend": backend if isinstance(backend, str) else "disk"},
         },
         "version": rollspan.__version__,
         "frontend": "python",

@@ -41,6 +41,7 @@ fn described(first: &Engine, outcomes: &[Outcome], size: usize) -> Value {
     let (limits, model) = (&hello.limits, &hello.model);
     let told = outcomes.iter().filter_map(|outcome| Some(about(&outcome.engine, outcome.result.as_ref().ok()?)));
     let told: Vec<Value> = told.collect();
+    let backend = told.first().and_then(|about| about["config"]["weight_transfer_backend"].as_str()).unwrap_or("disk");
     let mut described = json!({
         "vllm_config": {
             "model_config": {
@@ -59,7 +60,7 @@ fn described(first: &Engine, outcomes: &[Outcome], size: usize) -> Value {
             },
             "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": size},
             "device_config": {"device": model.device},
-            "weight_transfer_config": {"backend": "disk"},
+            "weight_transfer_config": {"backend": backend},
         },
         "version": env!("CARGO_PKG_VERSION"),
         "frontend": "rust",
