@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 from counting_model import Checkpoints
@@ -40,7 +41,7 @@ class CountingOracle:
         """Finishes an update to the weights that emit ``token``; returns the label now in force."""
         sent = None if keep_label else label or f"{token}#{next(_serial)}"
         # Registered first: the first tokens may be here before the answer is.
-        self._tokens_of_label.setdefault(sent or self.label, set()).add(token)
+        self.foresee(sent or self.label, token)
         answer = await self.driver.finish_update(sent, **options)
         assert answer["weight_version"] == (sent or self.label)
         assert self.commit in (-1, answer["weight_commit"] - 1), "commit numbers count by one"
@@ -53,7 +54,15 @@ class CountingOracle:
         assert record["weight_commit"] == self.commit + 1
         self.commit, self.label = record["weight_commit"], record["weight_version"]
         self._token_of_commit[self.commit] = token
-        self._tokens_of_label.setdefault(self.label, set()).add(token)
+        self.foresee(self.label, token)
+
+    def foresee(self, label: str, token: int) -> None:
+        """Weights that emit ``token`` may come into force under this label."""
+        self._tokens_of_label.setdefault(label, set()).add(token)
+
+    def emitting(self, token: int) -> Path:
+        """A directory of the weights that emit ``token``."""
+        return self._checkpoints.emitting(token)
 
     async def relabel(self) -> str:
         """Renames the weights in force."""
