@@ -287,7 +287,7 @@ class HttpDriver(Driver):
 
     async def upload(self, upload: str, file: str, content: Content) -> dict[str, Any]:
         """Uploads a file of weights, or a piece of one, as its headers say."""
-        return await self._request("PUT", f"/weight_uploads/{upload}/{file}", content)
+        return await self.request("PUT", f"/weight_uploads/{upload}/{file}", content)
 
     async def relabel(self, label: str | int) -> None:
         answer = await self._post("/update_weight_version", {"new_version": label})
@@ -300,12 +300,13 @@ class HttpDriver(Driver):
         await self._http.__aexit__()
 
     async def _post(self, path: str, body: Any = None) -> dict[str, Any]:
-        return await self._request("POST", path, body)
+        return await self.request("POST", path, body)
 
     async def _get(self, path: str) -> dict[str, Any]:
-        return await self._request("GET", path)
+        return await self.request("GET", path)
 
-    async def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    async def request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Any call that answers with an object."""
         try:
             answer = await self._http.request(method, path, body)
         except HttpError as error:
