@@ -24,11 +24,13 @@ class Gate:
     Attributes:
         joined: ``init_info`` of each that has joined.
         closed: transports that were closed.
+        deaf: it does not notice when it is cancelled.
     """
 
     def __init__(self) -> None:
         self.joined: list[dict[str, Any]] = []
         self.closed = 0
+        self.deaf = False
         self.waiting = threading.Event()
         self._said: queue.Queue[Any] = queue.Queue()
 
@@ -93,6 +95,8 @@ class Gate:
 
             def cancel(self) -> None:
                 super().cancel()
+                if gate.deaf:
+                    return
                 said, gate._said = gate._said, queue.Queue()  # what was sent is nobody's any more
                 said.put(None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,9 @@ from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError
 
 logger = logging.getLogger("rollspan.engine")
+
+#: Seconds that a job has to end in after it was told to.
+STUCK_SECONDS = 10.0
 
 
 def _as_it_is(result: Any) -> Any:
@@ -49,6 +53,7 @@ class Operations:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._queue: deque[Operation] = deque()
+        self._left: tuple[Future[Any], float] | None = None  # a job that was told to stop, and when
 
     @property
     def busy(self) -> bool:
@@ -64,6 +69,19 @@ class Operations:
     def awaited(self) -> Ticket | None:
         """The ticket of the one that runs, if it waits for a sender."""
         return self._queue[0].sender if self._queue and not self.due else None
+
+    @property
+    def stuck_at(self) -> float | None:
+        """Monotonic seconds from which on a job that was told to stop counts as one that never will."""
+        if self._left is None or self._left[0].done():
+            return None
+        return self._left[1] + STUCK_SECONDS
+
+    def relieve(self) -> None:
+        """Leaves such a job to itself; others go on without it."""
+        self._left = None
+        logger.error("a transfer does not stop: its thread is given up")
+        self._worker.replace()
 
     def add(self, operation: Operation) -> Future[Any]:
         """Queues it, and begins it when it is the first."""
@@ -115,6 +133,8 @@ class Operations:
         for operation in mine:
             if operation.sender is not None:
                 operation.sender.cancel()
+            if operation.job is not None and not operation.job.done():
+                self._left = operation.job, time.monotonic()
             operation.answer.set_exception(RollspanError(error.message, reason=error.reason))
         # Not advanced here: the caller has not put its own state in order yet, and the next one is due at once.
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from rollspan.digest import PREFIX, tensor_digest
-from rollspan.engine.weights import WeightManager
+from rollspan.engine.weight_holder import WeightHolder
 from rollspan.errors import wrong_value
 
 ACTIONS = ("checksum", "compare", "reset")
 
 
-def check_weights(weights: WeightManager, action: Any, baseline: Any = None, *, quiet: bool) -> Future[dict[str, Any]]:
+def check_weights(weights: WeightHolder, action: Any, baseline: Any = None, *, quiet: bool) -> Future[dict[str, Any]]:
     """Runs an action when all that was asked of the weights before has ended.
 
     Args:

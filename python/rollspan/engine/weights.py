@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from rollspan.config import EngineConfig
 from rollspan.engine.connection import Connection
 from rollspan.engine.history import Commit
-from rollspan.engine.operations import Operation, Operations
-from rollspan.engine.parameters import Parameters
-from rollspan.engine.staging import Derived, Staging, Ticket, WeightDigest
+from rollspan.engine.operations import Operation
+from rollspan.engine.staging import Derived, Staging, Ticket
 from rollspan.engine.transfer.base import TransferContext
 from rollspan.engine.update import Update
 from rollspan.engine.update_options import FinishOptions, start_mode
-from rollspan.engine.weight_state import WeightState
+from rollspan.engine.weight_holder import WeightHolder
 from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError, check_label
 
@@ -43,7 +41,7 @@ class Surroundings(Protocol):
         """An update has ended, in one way or the other."""
 
 
-class WeightManager(WeightState):
+class WeightManager(WeightHolder):
     """Stages an update beside the weights in use and publishes it as a whole.
 
     An update is ``start``, any number of ``update``, perhaps ``prepare``, then ``finish``. All methods are called on
@@ -62,12 +60,8 @@ class WeightManager(WeightState):
     def __init__(
         self, model: nn.Module, config: EngineConfig, worker: Worker, derived: Derived, surroundings: Surroundings
     ) -> None:
-        super().__init__(
-            label=config.weight_version, require_label=config.require_weight_version, source=f"disk:{config.model}"
-        )
-        self._config, self._worker, self._derived, self._surroundings = config, worker, derived, surroundings
-        self._parameters = Parameters(model)
-        self._operations = Operations(worker)
+        super().__init__(model, config, worker)
+        self._config, self._derived, self._surroundings = config, derived, surroundings
         self._finished: tuple[str, dict[str, Any]] | None = None  # label that the last finish named, and its answer
         context = TransferContext(
             root=None if config.weights_root is None else Path(config.weights_root),
@@ -79,7 +73,6 @@ class WeightManager(WeightState):
             parameters=self._parameters.specs,
         )
         self._connection = Connection(context, config.weight_transfer_backend)
-        self._digest = worker.submit(partial(WeightDigest.of, self._parameters.data(), {}))
 
     @property
     def staging_bytes(self) -> int:
@@ -101,6 +94,11 @@ class WeightManager(WeightState):
     @property
     def deadline(self) -> float | None:
         """Monotonic seconds at which :meth:`poll` has to be called although nothing is done; None for no such time."""
+        return min(filter(None, (self._silent_at, self._operations.stuck_at)), default=None)
+
+    @property
+    def _silent_at(self) -> float | None:
+        """When who sends weights, or is to, will have kept silent for too long."""
         limit = self._config.weight_update_timeout
         awaited = self._operations.awaited
         if awaited is not None:
@@ -111,27 +109,20 @@ class WeightManager(WeightState):
 
     def due(self) -> bool:
         """True when :meth:`poll` has something to do."""
-        return self._operations.due or self._late
-
-    @property
-    def _late(self) -> bool:
-        deadline = self.deadline
-        return deadline is not None and time.monotonic() >= deadline
+        return self._operations.due or _past(self.deadline)
 
     def poll(self) -> None:
         """Takes over what the worker has done and gives it what is next; a commit takes place in here."""
         if self._operations.due:
             self._operations.advance()
-        elif self._late:
+        elif _past(self._operations.stuck_at):
+            self._operations.relieve()
+        elif _past(self._silent_at):
             text = f"nothing was received for {self._config.weight_update_timeout:g} s (--weight-update-timeout)"
             if self.opened is not None:
                 self._abort(f"the weight update was dropped: {text}")
             else:
                 self._operations.cancel(self._connection, RollspanError(text, reason="transfer_failed"))
-
-    def exclusively(self, action: Callable[[], T]) -> Future[T]:
-        """Runs an action on the engine's thread when all that was asked before has ended, on the worker as well."""
-        return self._operations.add(Operation(lambda: _nothing, lambda _: action()))
 
     # Senders
 
@@ -159,11 +150,6 @@ class WeightManager(WeightState):
 
     def _leave_sender(self, why: str) -> None:
         self._operations.cancel(self._connection, RollspanError(why, reason="update_aborted"))
-
-    def _require_none_open(self, what: str) -> None:
-        if self.updating:
-            text = f"a weight update is active: finish or abort it to {what}"
-            raise RollspanError(text, reason="update_active")
 
     # An update
 
@@ -284,57 +270,6 @@ class WeightManager(WeightState):
         self._finished = None
         self.history.committed(Commit("relabel", self.label, self.commit, True, self.digest, "set_weight_version"))
 
-    # Other things done with weights
-
-    def examine(self, work: Callable[[Mapping[str, torch.Tensor]], T]) -> Future[T]:
-        """Has the worker look at the weights in force, by the first name of each.
-
-        Raises:
-            RollspanError: ``engine_sleeping``. In the future: what ``work`` raises.
-        """
-        self._require_awake()
-        return self._operations.add(Operation(lambda: partial(work, self._parameters.data())))
-
-    def reset(self, *, quiet: bool) -> Future[dict[str, Any]]:
-        """Overwrites all weights with zeros: nothing is generated until a complete update.
-
-        Raises:
-            RollspanError: ``update_active``, ``pause_required``, ``engine_sleeping``.
-        """
-        self._require_none_open("reset the weights")
-        self._require_awake()
-        if not quiet:
-            text = "weights are reset during a pause under which nothing runs: call pause_generation first"
-            raise RollspanError(text, reason="pause_required")
-
-        def act() -> dict[str, Any]:
-            self._require_none_open("reset the weights")
-            self._require_awake()
-            self.inconsistent = True
-            self._worker.free(self._parameters.zero())
-            return {"status": "reset"}
-
-        return self.exclusively(act)
-
-    def _require_awake(self) -> None:
-        if "weights" in self.asleep:
-            raise RollspanError("the weights sleep: wake them up first", reason="engine_sleeping")
-
-    def fall_asleep(self, *, drop: bool) -> None:
-        """Puts all to sleep; weights are dropped, or moved to host memory if they are not there already."""
-        if drop:
-            self.inconsistent = True
-            self._worker.free(self._parameters.drop())
-        else:
-            self._parameters.offload()
-        self.asleep = frozenset(("weights", "kv_cache"))
-
-    def wake_up(self, tags: frozenset[str]) -> None:
-        """Wakes what the tags name; weights that were dropped come back as memory without meaning."""
-        if "weights" in tags & self.asleep:
-            self._parameters.reload()
-        self.asleep -= tags
-
     # What the calls do
 
     def _add(
@@ -425,11 +360,11 @@ class WeightManager(WeightState):
         self._surroundings.weights_settled()
 
 
+def _past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
 def _done(result: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(result)
     return future
-
-
-def _nothing() -> None:
-    """The worker's part of what has none: it is done when all before it is."""

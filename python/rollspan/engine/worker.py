@@ -60,7 +60,8 @@ class Worker:
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._dismiss: weakref.finalize[Any, Worker] | None = None
+        self._leave = threading.Event()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queues a job; its result, or its RollspanError, is in the future."""
@@ -71,7 +72,7 @@ class Worker:
                 future.set_result(job())
             except RollspanError as error:
                 future.set_exception(RollspanError(error.message, reason=error.reason, param=error.param))
-            except Exception as error:
+            except BaseException as error:  # a panic of native code is no Exception
                 logger.exception("a job beside the steps failed")
                 future.set_exception(
                     RollspanError(f"{type(error).__name__}: {' '.join(str(error).split())}", reason="internal_error")
@@ -84,23 +85,37 @@ class Worker:
         """Empties a container here: giving gigabytes back to the system takes as long as many steps."""
         self._put(holder.clear)
 
+    def replace(self) -> None:
+        """Another thread goes on with the queue: the present one hangs in a job that nobody waits for any more."""
+        if self._dismiss is not None:
+            self._leave.set()
+            self._dismiss.detach()
+            atexit.unregister(self._end)
+            self._start()
+
     def _put(self, job: _Job) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=_run, args=(self._jobs, self._bell), name="weights", daemon=True)
-            end = partial(_end, self._jobs, thread)
-            atexit.register(end)
-            weakref.finalize(self, _dismiss, self._jobs, end).atexit = False
-            self._thread = thread
-            thread.start()
+        if self._dismiss is None:
+            self._start()
         self._jobs.put(job)
 
+    def _start(self) -> None:
+        self._leave = threading.Event()
+        thread = threading.Thread(target=_run, args=(self._jobs, self._bell, self._leave), name="weights", daemon=True)
+        self._end = partial(_end, self._jobs, thread)
+        atexit.register(self._end)
+        self._dismiss = weakref.finalize(self, _dismiss, self._jobs, self._end)
+        self._dismiss.atexit = False
+        thread.start()
 
-def _run(jobs: queue.SimpleQueue[_Job | None], bell: Bell) -> None:
+
+def _run(jobs: queue.SimpleQueue[_Job | None], bell: Bell, leave: threading.Event) -> None:
     _use_one_core()
     while (job := jobs.get()) is not None:
         job()
         del job  # with all that it holds, before the next one is waited for
         bell.ring()
+        if leave.is_set():
+            return
 
 
 def _dismiss(jobs: queue.SimpleQueue[_Job | None], end: Callable[[], None]) -> None:

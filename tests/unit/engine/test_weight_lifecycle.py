@@ -314,12 +314,29 @@ def test_memory_of_weights_that_were_replaced_or_dropped_is_given_back(
     assert [array() is not None for array in alive] == [False, False, True, False]
 
 
+def test_a_transfer_that_does_not_stop_is_left_to_itself(
+    engine: Engine, gate: Gate, after: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollspan.engine.operations.STUCK_SECONDS", 0.05)
+    gate.deaf = True  # as a read from a file system that is gone
+    engine.result_of("start_weight_update")
+    answer = engine.start_call("update_weights", GATE)
+    gate.await_reader()
+    engine.result_of("abort_weight_update")
+    assert failure(answer, engine) == "update_aborted"
+    engine.commit("second", "new")
+    check(engine, after)
+    gate.end()  # it comes back after all, and changes nothing
+    engine.result_of("check_weights", "checksum")
+    assert stamp(engine)[:2] == ("new", 1)
+
+
 def test_the_worker_ends_with_its_engine(llama: TinyModel) -> None:
+    threads = set(threading.enumerate())
     engine = Engine(llama)
     engine.result_of("get_weight_digest")
-    thread = engine.core.weights._worker._thread
-    assert thread is not None
-    assert thread.is_alive()
+    (thread,) = set(threading.enumerate()) - threads
+    assert thread.name == "weights"
     core = weakref.ref(engine.core)
     del engine
     gc.collect()
