@@ -208,6 +208,8 @@ def run(path: Path, config: EngineConfig, *, watch_stdin: bool = False) -> int:
         model, facts = core.hello().model, core.facts()
         how = f"{facts['runner']} forward, {facts.get('attention', 'its own')} attention"
         logger.info("serving %s (%s on %s, %s) from %s", model.name, model.dtype, model.device, how, config.model)
+        copies = facts["weight_staging_bytes"] + facts.get("derived_weight_bytes", 0)
+        logger.info("a weight update takes %.1f MB besides (%s)", copies / 1e6, config.weight_update_mode)
         process.serve(core)
     except StopSignalError:
         pass
