@@ -130,6 +130,18 @@ def test_a_broken_connection_leaves_its_bytes_missing_and_all_others_there(spool
     assert (spool / "u1" / "model.safetensors").read_bytes() == first + second
 
 
+def test_a_whole_file_waits_for_those_who_write_behind_its_end(spooled: Mocked, spool: Path) -> None:
+    put(spooled, b"abcdefgh")
+    with begun(spooled, "Content-Length: 4\r\nContent-Range: bytes 4-7/8", b"EF") as connection:
+        wait_until(lambda: received(spooled) == [[0, 4]], "the second half is being received again")
+        error_of(put(spooled, b"ab"), 409, "upload_incomplete", "Content-Range")
+        connection.sendall(b"GH")
+        assert b" 200 " in connection.recv(PIECE)
+    assert (spool / "u1" / "model.safetensors").read_bytes() == b"abcdEFGH"
+    assert put(spooled, b"ab").status_code == 200
+    assert (spool / "u1" / "model.safetensors").read_bytes() == b"ab"
+
+
 def test_bytes_go_to_the_disk_while_others_still_come(spooled: Mocked, spool: Path) -> None:
     headers = f"Content-Length: {64 * PIECE}\r\nContent-Range: bytes 0-{64 * PIECE - 1}/{64 * PIECE}"
     part = spool / "u1" / "model.safetensors.part"

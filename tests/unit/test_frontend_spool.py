@@ -111,6 +111,16 @@ async def test_two_requests_never_write_to_the_same_bytes(spool: Spool) -> None:
     assert spool.find("u").files[FILE].received.to_list() == [[0, 8]]
 
 
+async def test_a_whole_file_waits_for_those_who_write_behind_its_end(spool: Spool, tmp_path: Path) -> None:
+    with UploadChunk(spool, "u", FILE, (4, 8, 8), None, None) as behind:
+        await behind.write(b"ef")
+        await refused(spool, "upload_incomplete", b"ab")
+        await behind.write(b"gh")
+        await behind.finish()
+    assert await send(spool, b"ab") == {"received": [[0, 2]], "total": 2}
+    assert (tmp_path / "u" / FILE).read_bytes() == b"ab"
+
+
 async def test_a_whole_file_replaces_the_one_before(spool: Spool, tmp_path: Path) -> None:
     await send(spool, b"first, and longer")
     assert await send(spool, b"second", length=None) == {"received": [[0, 6]], "total": 6}

@@ -119,7 +119,8 @@ class UploadChunk:
         files = self._upload.files
         file = files.get(self._name)
         if file is not None:
-            if any(start < self._end and end > self._start for start, end in file.writing):
+            # A whole file replaces the one before, also the bytes behind its own end.
+            if any(replace or (start < self._end and end > self._start) for start, end in file.writing):
                 message = f"{self._name}: another request is writing to the same bytes"
                 raise RollspanError(message, reason="upload_incomplete", param=CONTENT_RANGE)
             if not replace and file.total != total:

@@ -100,7 +100,9 @@ impl Spool {
         upload.touched = Instant::now();
         let (range, total) = (part.range(), part.total());
         let known = upload.files.get(file);
-        if known.is_some_and(|known| known.writing.iter().any(|other| overlap(other, &range))) {
+        // A whole file replaces the one before, also the bytes behind its own end.
+        let collides = |other: &Range<u64>| part.is_whole() || overlap(other, &range);
+        if known.is_some_and(|known| known.writing.iter().any(collides)) {
             let message = format!("{file}: another request is writing to the same bytes");
             return Err(incomplete(message, CONTENT_RANGE));
         }
