@@ -15,7 +15,7 @@ from rollspan.outputs import PositionLogprobs, RequestOutput
 from rollspan.protocol.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from rollspan.sampling_params import RequestOutputKind
 from rollspan.sequence_state import SequenceState
-from rollspan.spans import KvVersionBuilder, WeightSpan
+from rollspan.spans import WeightSpan
 from rollspan.unread_logprobs import LogprobsPiece, UnreadPrompt
 
 
@@ -28,7 +28,7 @@ class RequestState:
         self.prompt_token_ids = admitted.prompt_token_ids
         self.wake = wake
         self.sequences = [
-            SequenceState(index, request.request_id, params.logprobs, _kv_builder(request))
+            SequenceState(index, request.request_id, params.logprobs, _kv_prompt_length(request))
             for index, request in enumerate(admitted.engine_requests)
         ]
         self._prompt_top = params.prompt_logprobs
@@ -125,8 +125,9 @@ class RequestState:
         return first.prompt_spans if len(self.prompt_token_ids) > 1 else []
 
 
-def _kv_builder(request: EngineCoreRequest) -> KvVersionBuilder | None:
-    return KvVersionBuilder(len(request.prompt_token_ids)) if request.provenance.return_kv_versions else None
+def _kv_prompt_length(request: EngineCoreRequest) -> int | None:
+    """Length of the prompt of a request that is to be told whose KV its tokens attended to."""
+    return len(request.prompt_token_ids) if request.provenance.return_kv_versions else None
 
 
 class RequestFailedError(RollspanError):

@@ -44,7 +44,7 @@ class SequenceState:
     )
 
     def __init__(
-        self, index: int, internal_id: str, num_logprobs: int | None, kv: KvVersionBuilder | None = None
+        self, index: int, internal_id: str, num_logprobs: int | None, kv_prompt_length: int | None = None
     ) -> None:
         self.index = index
         self.internal_id = internal_id
@@ -54,7 +54,7 @@ class SequenceState:
         self.cumulative_logprob: float | None = None if num_logprobs is None else 0.0
         self.spans = SpanBuilder()
         #: What the tokens attended to; None where nobody asks.
-        self.kv = kv
+        self.kv = None if kv_prompt_length is None else KvVersionBuilder(kv_prompt_length, self.spans)
         self.admission: tuple[str, int] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -80,11 +80,11 @@ class SequenceState:
         count = len(tokens)
         if self.awaited_rows and (count or output.new_prompt_logprobs is not None):
             self._take_prompt(self.awaited_rows, output)
-        if self.kv is not None:
+        if self.kv is not None and output.kv_spans is not None and count:
             try:
-                self.kv.push(version, commit, count, output.kv_spans)
+                self.kv.announce(output.kv_spans)
             except ValueError as error:
-                raise RollspanError(f"the engine sent {error}", reason="decode_error") from None
+                raise RollspanError(f"what the engine sent does not fit: {error}", reason="decode_error") from None
         if self.logprobs is not None and count:
             lists = output.new_logprobs
             if lists is None or len(lists) != count:

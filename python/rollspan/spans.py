@@ -20,6 +20,7 @@ Laws, for each of the two lists on its own:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Generic, TypedDict, TypeVar
 
@@ -128,6 +129,19 @@ class SpanBuilder:
         self._versions.extend(version, self._tokens)
         self._commits.extend(commit, self._tokens)
 
+    def runs(self, total: int) -> list[tuple[str | None, int | None, int]]:
+        """(label, commit number, end) of the first ``total`` tokens, in order; neighbours differ in one of them."""
+        versions, commits = self._versions, self._commits
+        ends = sorted({*versions.ends, *commits.ends})
+        found: list[tuple[str | None, int | None, int]] = []
+        for end in ends:
+            if found and found[-1][2] >= total:
+                break
+            version = versions.stamps[bisect_left(versions.ends, end)]
+            commit = commits.stamps[bisect_left(commits.ends, end)]
+            found.append((version, commit, min(end, total)))
+        return found if total else []
+
     def finish(self, total: int | None = None) -> tuple[list[VersionSpan] | None, list[CommitSpan] | None]:
         """Version spans and commit spans of the first ``total`` tokens (default: all), for an output trimmed to them.
 
@@ -160,27 +174,12 @@ class SpanBuilder:
 
 #: (label, commit number, start, end), as an engine announces them.
 _Announced = Sequence[tuple[str, int, int, int]]
-#: (label, commit number, end): positions from the end of the run before, or 0, up to ``end - 1``.
-_KvRun = tuple[str | None, int | None, int]
-
-
-class _Segment:
-    """Output tokens from ``start`` on, under one stamp.
-
-    ``announced``: the KV before the first of them; None: that of the tokens before, and the position that each adds.
-    """
-
-    __slots__ = ("announced", "commit", "start", "version")
-
-    def __init__(self, start: int, version: str | None, commit: int | None, announced: list[_KvRun] | None) -> None:
-        self.start = start
-        self.version = version
-        self.commit = commit
-        self.announced = announced
+#: (label, commit number, end): what belongs to them from the end of the run before, or 0, up to ``end - 1``.
+_Run = tuple[str | None, int | None, int]
 
 
 class KvVersionBuilder:
-    """Collects which weights computed the KV of one sequence. O(1) for each engine output, O(spans) memory.
+    """Collects which weights computed the KV of one sequence. Costs nothing for outputs without KV spans.
 
     With P prompt tokens, output token i attends to positions 0 to P + i - 1, the last of which is its own input's.
 
@@ -201,71 +200,65 @@ class KvVersionBuilder:
 
     Args:
         prompt_length: P.
+        stamps: of the tokens, when somebody else collects them; `push` is not for use then.
     """
 
-    __slots__ = ("_prompt_length", "_said", "_segments", "_tokens")
+    __slots__ = ("_announced", "_prompt_length", "_stamps")
 
-    def __init__(self, prompt_length: int) -> None:
+    def __init__(self, prompt_length: int, stamps: SpanBuilder | None = None) -> None:
         self._prompt_length = prompt_length
-        self._segments: list[_Segment] = []
-        self._tokens = 0
-        self._said = False
+        self._stamps = SpanBuilder() if stamps is None else stamps
+        self._announced: dict[int, list[_Run]] = {}
 
     def push(self, version: str | None, commit: int | None, tokens: int, kv_spans: _Announced | None = None) -> None:
         """Records that the next ``tokens`` output tokens were sampled under this stamp; ``kv_spans`` came with them.
 
         Raises ValueError for a negative number of tokens, or KV spans that don't cover what comes before the first one.
         """
-        if tokens < 0:
-            raise ValueError(f"tokens must be at least 0, got {tokens}")
-        if tokens == 0:
-            return
-        last = self._segments[-1] if self._segments else None
-        if kv_spans is not None:
-            announced = _checked(kv_spans, self._prompt_length + self._tokens)
-            self._segments.append(_Segment(self._tokens, version, commit, announced))
-            self._said = True
-        elif last is None:
-            announced = [(None, None, self._prompt_length)]
-            self._segments.append(_Segment(0, version, commit, announced))
-        elif last.version != version or last.commit != commit:
-            self._segments.append(_Segment(self._tokens, version, commit, None))
-        self._tokens += tokens
+        if tokens > 0 and kv_spans is not None:
+            self.announce(kv_spans)
+        self._stamps.push(version, commit, tokens)
+
+    def announce(self, kv_spans: _Announced) -> None:
+        """Records that ``kv_spans`` come with the token that is the next one to be stamped.
+
+        Raises ValueError when they don't cover what comes before it.
+        """
+        index = self._stamps.tokens
+        self._announced[index] = _checked(kv_spans, self._prompt_length + index)
 
     def finish(self, total: int | None = None) -> list[KvVersionSpan] | None:
         """Segments of the first ``total`` tokens (default: all), for an output trimmed to them.
 
         The builder is unchanged. Raises ValueError when ``total`` is negative or more than was pushed.
         """
-        total = self._tokens if total is None else total
-        if not 0 <= total <= self._tokens:
-            raise ValueError(f"KV versions of {total} tokens asked for, but {self._tokens} were recorded")
-        if total and not self._said:
+        total = self._stamps.tokens if total is None else total
+        if not 0 <= total <= self._stamps.tokens:
+            raise ValueError(f"KV versions of {total} tokens asked for, but {self._stamps.tokens} were recorded")
+        if total and not self._announced:
             return None
         found: list[KvVersionSpan] = []
-        runs: list[_KvRun] = []
-        for number, segment in enumerate(self._segments):
-            if segment.start >= total:
-                break
-            behind = self._segments[number + 1].start if number + 1 < len(self._segments) else total
-            end = min(behind, total)
-            if segment.announced is not None:
-                runs = list(segment.announced)
-            held = runs[-1][2]
-            if held < self._prompt_length + end - 1:
-                if runs[-1][:2] == (segment.version, segment.commit):
-                    runs.pop()
-                runs.append((segment.version, segment.commit, self._prompt_length + end - 1))
-            found.append({"start": segment.start, "end": end, "kv": _spans(runs)})
+        kv: list[_Run] = [(None, None, self._prompt_length)]
+        start = 0
+        for version, commit, stop in self._stamps.runs(total):
+            for end in (*(index for index in self._announced if start < index < stop), stop):
+                kv = list(self._announced.get(start, kv))
+                length = self._prompt_length + end - 1
+                if kv[-1][2] < length:
+                    if kv[-1][:2] == (version, commit):
+                        kv.pop()
+                    kv.append((version, commit, length))
+                found.append({"start": start, "end": end, "kv": _spans(kv)})
+                start = end
         return found
 
 
-def _checked(kv_spans: _Announced, length: int) -> list[_KvRun]:
+def _checked(kv_spans: _Announced, length: int) -> list[_Run]:
     """Announced spans as runs, equal neighbours merged.
 
     Raises ValueError unless they cover positions 0 to ``length - 1`` in order.
     """
-    runs: list[_KvRun] = []
+    runs: list[_Run] = []
     position = 0
     for version, commit, start, end in kv_spans:
         if start != position or end <= start:
@@ -279,7 +272,7 @@ def _checked(kv_spans: _Announced, length: int) -> list[_KvRun]:
     return runs
 
 
-def _spans(runs: list[_KvRun]) -> list[WeightSpan]:
+def _spans(runs: list[_Run]) -> list[WeightSpan]:
     starts = [0, *(end for _, _, end in runs)]
     return [
         {"version": version, "commit": commit, "start": start, "end": end}

@@ -13,24 +13,21 @@ class KvSpans:
 
     A run is known by its stamp and its first position and reaches to the next one, the last one to wherever the request
     has got: a step that goes on under the same weights leaves nothing to write down.
-
-    Attributes:
-        due: the frontend cannot tell yet what the next token attends to.
     """
 
-    __slots__ = ("_runs", "due")
+    __slots__ = ("_runs",)
 
     def __init__(self) -> None:
         self._runs: list[tuple[Stamp, int]] = []
-        self.due = True
 
     def restart(self, cached: int, stamp: Stamp | None) -> None:
         """The request (again) has no KV but that of ``cached`` positions, by ``stamp``, from the prefix cache."""
         self._runs = [(stamp, 0)] if cached and stamp is not None else []
-        self.due = True
 
     def grow(self, stamp: Stamp, start: int) -> None:
-        """Positions from ``start`` on, where the KV ends, are being computed by ``stamp``."""
+        """Positions from ``start`` on, where the KV ends, are being computed by ``stamp``, or will be."""
+        if self._runs and self._runs[-1][1] == start:
+            self._runs.pop()  # whose weights came and went without computing anything
         if not self._runs or self._runs[-1][0] != stamp:
             self._runs.append((stamp, start))
 

@@ -88,8 +88,8 @@ class Scheduler:
         self._max_scored_tokens = max_scored_tokens
         self._prefix_caching = prefix_caching
         self._commit = 0
-        self._label = ""
-        self._num_tracked = 0
+        self._stamp: Stamp = ("", 0)  # of the step launched last
+        self._untold: dict[Request, None] = {}  # running; whose frontends cannot tell yet whose their KV is
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._computing: dict[BlockKey, Request] = {}  # full blocks that running requests come to next
 
@@ -112,7 +112,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Puts a request into the queue."""
         self.requests[request.request_id] = request
-        self._num_tracked += request.kv is not None
         heapq.heappush(self._waiting, (request.order, request))
 
     def schedule(self) -> list[ScheduledRequest]:
@@ -191,6 +190,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.kv is not None:
                 request.kv.restart(cached, self._stamp_of(root) if cached else None)
+                self._untold[request] = None
             self._announce(request)
             bisect.insort(self.running, request, key=_BY_ORDER)
             scheduled[request] = ScheduledRequest(request, tokens, tokens == pending)
@@ -276,27 +276,33 @@ class Scheduler:
         while request.num_registered_tokens + size <= num_computed_tokens:
             index = request.num_registered_tokens // size
             key = self.pool.key(request.parent, request.token_ids, index)
-            request.parent = self.pool.register(request.block_ids[index], key, self._label)
+            request.parent = self.pool.register(request.block_ids[index], key, self._stamp[0])
             request.num_registered_tokens += size
         self._announce(request)
 
     def track(self, scheduled: list[ScheduledRequest], stamp: Stamp) -> dict[Request, list[StampSpan]]:
         """Notes that a step under ``stamp`` is being launched, before its tokens count as computed.
 
+        Nothing is to be done for requests that go on under the same stamp.
+
         Returns:
             The KV spans of requests that sample a token in it whose frontends cannot tell what it attends to.
         """
-        self._label = stamp[0]
-        due: dict[Request, list[StampSpan]] = {}
-        if self._num_tracked:
-            for entry in scheduled:
-                request = entry.request
+        if stamp != self._stamp:
+            self._stamp = stamp
+            for request in self.running:
                 if request.kv is not None:
                     request.kv.grow(stamp, request.num_computed_tokens)
-                    if entry.samples and request.kv.due:
-                        request.kv.due = False
-                        due[request] = request.kv.up_to(request.num_computed_tokens + entry.num_tokens)
-        return due
+        told: dict[Request, list[StampSpan]] = {}
+        if self._untold:
+            for entry in scheduled:
+                request = entry.request
+                if request in self._untold and request.kv is not None:
+                    request.kv.grow(stamp, request.num_computed_tokens)
+                    if entry.samples:
+                        del self._untold[request]
+                        told[request] = request.kv.up_to(request.num_computed_tokens + entry.num_tokens)
+        return told
 
     def commit_weights(self, commit: int) -> None:
         """Other weights are in force: what is cached of the old ones matches no more.
@@ -328,7 +334,6 @@ class Scheduler:
         """Forgets a request and frees its blocks; a queue entry that is left is skipped later."""
         if self.requests.pop(request.request_id, None) is None:
             return
-        self._num_tracked -= request.kv is not None
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
         request.status = RequestStatus.FINISHED
@@ -339,6 +344,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self._withdraw(request)
         request.parent = None
+        self._untold.pop(request, None)
         self.running.remove(request)
         self.pool.release(request.block_ids)
 
@@ -355,5 +361,7 @@ class Scheduler:
             raise RuntimeError(f"running list {sorted(running)} differs from the states {sorted(states)}")
         if self.running != sorted(self.running, key=_BY_ORDER):
             raise RuntimeError("the running list is out of order")
+        if not self._untold.keys() <= set(self.running):
+            raise RuntimeError("a request that does not run is to be told whose its KV is")
         if not set(self._computing.values()) <= set(self.running):
             raise RuntimeError("a block is said to be computed by a request that does not run")
