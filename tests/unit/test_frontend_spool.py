@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,29 @@ async def test_an_upload_that_is_deleted_while_it_comes_stays_so(spool: Spool, t
             await chunk.finish()
     assert names(tmp_path) == []
     await spool.delete("u")
+
+
+async def test_files_that_are_still_being_deleted_are_not_in_the_way_of_the_next(
+    spool: Spool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleting, may_go_on = threading.Event(), threading.Event()
+    rmtree = shutil.rmtree
+
+    def slow_rmtree(path: Path, **options: Any) -> None:
+        deleting.set()
+        assert may_go_on.wait(10)
+        rmtree(path, **options)
+
+    await send(spool, b"old")
+    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
+    deletion = asyncio.create_task(spool.delete("u"))
+    assert await asyncio.to_thread(deleting.wait, 10)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    await send(spool, b"new")
+    may_go_on.set()
+    await deletion
+    assert names(tmp_path) == ["u"]
+    assert (tmp_path / "u" / FILE).read_bytes() == b"new"
 
 
 async def test_idle_uploads_go_away_and_so_does_everything_at_the_end(

@@ -142,6 +142,7 @@ class Spool:
         self._limit = limit
         self._idle_seconds = idle_seconds
         self._uploads: dict[str, Upload] = {}
+        self._discarded = 0
         self._expiring: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -230,23 +231,35 @@ class Spool:
         if upload is None:
             return
         upload.check_unread()
-        del self._uploads[name]
-        await asyncio.to_thread(shutil.rmtree, upload.directory, ignore_errors=True)
+        await self._discard(upload)
 
     async def close(self) -> None:
         """Deletes everything."""
         if self._expiring is not None:
             self._expiring.cancel()
-        uploads, self._uploads = self._uploads, {}
-        for upload in uploads.values():
-            await asyncio.to_thread(shutil.rmtree, upload.directory, ignore_errors=True)
+        for upload in list(self._uploads.values()):
+            if self.holds(upload):
+                await self._discard(upload)
+
+    async def _discard(self, upload: Upload) -> None:
+        """Forgets an upload and deletes its files, out of the way of a new one with its name."""
+        del self._uploads[upload.name]
+        self._discarded += 1
+        discarded = self._directory / f".deleted-{self._discarded}"
+        try:
+            upload.directory.rename(discarded)
+        except OSError as error:
+            logger.warning("upload %s cannot be deleted: %s", upload.name, error)
+        else:
+            await asyncio.to_thread(shutil.rmtree, discarded, ignore_errors=True)
 
     async def _expire(self) -> None:
         while True:
-            now = time.monotonic()
-            for upload in [upload for upload in self._uploads.values() if upload.touched + self._idle_seconds <= now]:
-                if upload.readers == 0:
+            for upload in list(self._uploads.values()):
+                is_idle = upload.readers == 0 and upload.touched + self._idle_seconds <= time.monotonic()
+                if is_idle and self.holds(upload):  # deleting the one before has taken its time
                     logger.warning("upload %s was idle for %g s: deleted", upload.name, self._idle_seconds)
                     await self.delete(upload.name)
+            now = time.monotonic()
             oldest = min((upload.touched for upload in self._uploads.values()), default=now)
             await asyncio.sleep(max(oldest + self._idle_seconds - now, self._idle_seconds / 10, 0.01))
