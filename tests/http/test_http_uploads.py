@@ -241,6 +241,21 @@ def test_the_engine_reads_an_upload_once_it_is_complete_and_then_it_is_gone(
     error_of(spooled.frontend.get("/weight_uploads/u1"), 404, "not_found", "upload")
 
 
+def test_an_update_that_is_sent_again_while_it_reads_succeeds_twice(
+    spooled: Mocked, spool: Path, pool: ThreadPoolExecutor
+) -> None:
+    put(spooled, b"hello")
+    answers, calls = [], []
+    for _ in range(2):
+        answers.append(pool.submit(spooled.frontend.post, "/update_weights", {"update_info": {"upload": "u1"}}))
+        calls.append(spooled.engine.next_call("update_weights"))
+    for answer, call in zip(answers, calls, strict=True):
+        assert list(spool.iterdir()) != []
+        spooled.engine.reply(call)
+        assert answer.result().json() == {"message": "Weights updated"}
+    assert list(spool.iterdir()) == []
+
+
 def test_a_failed_update_leaves_its_upload(spooled: Mocked, spool: Path, pool: ThreadPoolExecutor) -> None:
     put(spooled, b"hello")
     for lost in (False, True):

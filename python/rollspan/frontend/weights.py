@@ -168,7 +168,8 @@ async def _update_from_uploads(control: Control, infos: list[dict[str, Any]], up
             held.enter_context(spool.reading(upload))
         outcomes = await control.state.update.update(infos)
     for upload in uploads:
-        await spool.delete(upload)
+        with contextlib.suppress(RollspanError):  # a second request that reads it: that one deletes it
+            await spool.delete(upload)
     return outcomes
 
 
