@@ -122,8 +122,9 @@ class EngineConfig:
             ("weight_transfer_backend", WEIGHT_TRANSFER_BACKENDS),
         ):
             self._check(name, getattr(self, name) in allowed, f"one of {', '.join(allowed)}")
-        positive = is_number(self.weight_update_timeout) and self.weight_update_timeout > 0
-        self._check("weight_update_timeout", positive, "a number of seconds above 0")
+        year = 365 * 86400  # far above it, deadlines are nothing that a thread can wait for
+        fits = is_number(self.weight_update_timeout) and 0 < self.weight_update_timeout <= year
+        self._check("weight_update_timeout", fits, f"a number of seconds above 0 and at most {year}")
         kind, _, number = str(self.device).partition(":")
         device_ok = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isascii() and number.isdigit())
         self._check("device", device_ok, "auto, cpu, cuda or cuda:N")

@@ -13,6 +13,8 @@ from rollspan.sampler.text import Structure
 
 #: Requests that may wait here; as many as a frontend has open by default.
 MAX_HELD = 4096
+#: Seconds that one may wait at most, a year: clocks of the system cannot count to the largest floats.
+MAX_WAIT = 365 * 86400.0
 #: Stop reason of an output whose first token is of weights too far behind.
 STALE = "stale_weights"
 
@@ -54,7 +56,7 @@ class WeightBounds:
             raise _stale(message, commit, "no update is open" if wait > 0 else "the request does not wait")
         if len(self._held) >= MAX_HELD:
             raise RollspanError(f"{MAX_HELD} requests wait for weights, which is the limit", reason="queue_full")
-        self._held[message.request_id] = Held(message, structure, time.monotonic() + wait)
+        self._held[message.request_id] = Held(message, structure, time.monotonic() + min(wait, MAX_WAIT))
 
     def drop(self, request_id: str) -> None:
         """Forgets a request; unknown ids are ignored."""

@@ -24,6 +24,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("logprobs_mode", value) for value in ("", "both", None, 5)),
     *(("weight_version", value) for value in ("", "a\nb", "x" * 257, True, 1.5)),
     *(("weights_root", value) for value in (5, ["x"])),
+    *(("weight_update_timeout", value) for value in (0, -1.0, 1e10, float("inf"), float("nan"), "1", None, True)),
     *(("num_threads", value) for value in (0, -1, 1.0, "1", True)),
     *(("seed", value) for value in (-1, 2**63, 1.0, "1", True)),
     *(("engine_index", value) for value in (-1, 1.0, None, True)),

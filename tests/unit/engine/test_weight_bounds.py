@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,25 @@ def test_a_wait_ends_when_its_time_is_over(engine: Engine) -> None:
     assert waiting(engine) == 1
     engine.core.abort_requests(["patient"])
     assert waiting(engine) == 0
+
+
+def test_a_time_longer_than_any_clock_can_be_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = threading.Event()
+    runner, prepare = engine.core._runner, engine.core._runner.prepare
+    monkeypatch.setattr(runner, "prepare", lambda new: prepare(new) if verify.wait(60) else None)
+    engine.result_of("start_weight_update")
+    engine.result_of("update_weights", {"path": "same"})
+    answer = engine.start_call("finish_weight_update", "new")  # while it is verified, the update has no deadline
+    result = engine.add("r", PROMPT, provenance=Provenance(min_weight_commit=1, weight_wait_s=1e300), max_tokens=2)
+    while engine.core.has_work():
+        engine.step()
+    deadline = engine.core.next_deadline()
+    assert deadline is not None
+    assert deadline - time.monotonic() < threading.TIMEOUT_MAX
+    verify.set()
+    engine.core.wait()
+    engine.step_until(lambda: answer() and result.finish_reason)
+    assert result.stamps == [("new", 1)] * 2
 
 
 def test_who_waits_can_be_aborted_and_its_id_is_taken_until_then(engine: Engine) -> None:
