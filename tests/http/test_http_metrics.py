@@ -128,6 +128,17 @@ def test_the_engines_state_is_shown(mocks: MockFactory) -> None:
     assert versions == ['rollspan:weight_version_info{version="next"}']
 
 
+def test_outputs_of_a_step_that_a_commit_has_overtaken_do_not_take_it_back(mocks: MockFactory) -> None:
+    mock = mocks.start()
+    mock.engine.stats("next", 1)
+    mock.engine.stats("default", 0, num_running_reqs=3)
+    wait_until(lambda: mock.frontend.metrics()["rollspan:num_requests_running"] == 3, "the late outputs")
+    samples = mock.frontend.metrics()
+    assert samples["rollspan:weight_commit"] == 1
+    versions = [name for name in samples if name.startswith("rollspan:weight_version_info")]
+    assert versions == ['rollspan:weight_version_info{version="next"}']
+
+
 def test_the_prefix_cache_is_counted_by_its_deltas_and_preemptions_by_their_total(mocks: MockFactory) -> None:
     mock = mocks.start()
     for commit, queries, hits, preemptions in ((1, 40, 16, 2), (2, 0, 0, 2), (3, 2, 1, 5)):

@@ -102,6 +102,8 @@ async def test_the_status_is_that_of_the_last_message(link: Link) -> None:
     assert (status.weight_state, status.weight_version, status.weight_commit) == ("sleeping", "v", 3)
     with pytest.raises(RollspanError, match="the engine sleeps"):
         status.check()
+    link.stub.say(EngineCoreOutputs(scheduler_stats={"weight_state": "ready"}, weight_version="u", weight_commit=2))
+    assert (status.weight_state, status.weight_version, status.weight_commit) == ("ready", "v", 3)
 
 
 async def test_death_is_told_to_both_and_ends_every_sequence(link: Link) -> None:

@@ -65,7 +65,11 @@ class _Sequence:
 
 
 class MetricFamilies:
-    """The families of all metrics; each engine has its own series in them."""
+    """The families of all metrics; each engine has its own series in them.
+
+    Attributes:
+        shown_versions: by labels of an engine, the weight version that its series of ``version`` names.
+    """
 
     def __init__(self, model_name: str) -> None:
         # Otherwise each counter comes with a second series of its birth time.
@@ -77,6 +81,7 @@ class MetricFamilies:
         self.cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self.paused = self._gauge("paused", "1 while the scheduler is paused.")
         self.commit = self._gauge("weight_commit", "Commit number of the weights in force.")
+        self.shown_versions: dict[tuple[str, str], str] = {}
         self.version = self._gauge("weight_version_info", "1 for the label of the weights in force.", "version")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -129,6 +134,7 @@ class Metrics:
     def __init__(self, families: MetricFamilies, hello: EngineHello) -> None:
         self._families = families
         self._labels = labels = (families.model_name, str(hello.engine_index))
+        self._current_commit = 0
         self._sequences: dict[str, _Sequence] = {}
         self._running = families.running.labels(*labels)
         self._waiting = families.waiting.labels(*labels)
@@ -143,7 +149,6 @@ class Metrics:
         self._update_phases = {phase: families.update_phases.labels(*labels, phase) for phase in UPDATE_PHASES}
         self._stall = families.stall.labels(*labels)
         self._by_lag = [families.by_lag.labels(*labels, lag) for lag in LAGS]
-        self._current_commit = hello.weight_commit
         self._spanning = families.spanning.labels(*labels)
         self._skipped = families.skipped.labels(*labels)
         self._first_token = families.first_token.labels(*labels)
@@ -153,7 +158,6 @@ class Metrics:
         self._preemptions_seen = 0
         self._cache_queries = families.cache_queries.labels(*labels)
         self._cache_hits = families.cache_hits.labels(*labels)
-        self._shown_version: str | None = None
         self._paused.set(hello.paused)
         self._set_weights(hello.weight_version, hello.weight_commit)
 
@@ -172,10 +176,11 @@ class Metrics:
         """One message of the engine."""
         if message.skipped_fields:
             self._skipped.inc(message.skipped_fields)
-        if message.weight_commit is not None:
-            self._current_commit = max(self._current_commit, message.weight_commit)
+        # The outputs of a step come behind the commit that it was launched before.
+        if message.weight_commit is None or message.weight_commit >= self._current_commit:
+            self._set_weights(message.weight_version, message.weight_commit)
         if message.scheduler_stats is not None:
-            self._state_changed(message.scheduler_stats, message)
+            self._state_changed(message.scheduler_stats)
         now = time.monotonic()
         tokens = 0
         for output in message.outputs:
@@ -222,7 +227,7 @@ class Metrics:
                 lag = max(self._current_commit - commit, 0)
                 self._by_lag[min(lag, len(LAGS) - 1)].inc(count)
 
-    def _state_changed(self, stats: dict[str, Any], message: EngineCoreOutputs) -> None:
+    def _state_changed(self, stats: dict[str, Any]) -> None:
         for gauge, key in (
             (self._running, "num_running_reqs"),
             (self._waiting, "num_waiting_reqs"),
@@ -239,7 +244,6 @@ class Metrics:
         self._preemptions.inc(max(preemptions - self._preemptions_seen, 0))
         self._preemptions_seen = max(preemptions, self._preemptions_seen)
         self._updates_changed(stats.get("weight_updates") or {}, stats.get("weight_update_seconds") or {})
-        self._set_weights(message.weight_version, message.weight_commit)
 
     def _updates_changed(self, updates: dict[str, Any], seconds: dict[str, Any]) -> None:
         """The engine counts updates since it started; ``seconds`` are those of its last commit."""
@@ -257,11 +261,13 @@ class Metrics:
 
     def _set_weights(self, version: str | None, commit: int | None) -> None:
         if commit is not None:
+            self._current_commit = commit
             self._commit.set(commit)
-        if version is not None and version != self._shown_version:
-            if self._shown_version is not None:
-                self._families.version.remove(*self._labels, self._shown_version)
-            self._shown_version = version
+        shown = self._families.shown_versions.get(self._labels)
+        if version is not None and version != shown:
+            if shown is not None:
+                self._families.version.remove(*self._labels, shown)
+            self._families.shown_versions[self._labels] = version
             self._families.version.labels(*self._labels, version).set(1)
 
 

@@ -51,6 +51,9 @@ class EngineStatus:
             paused = message.scheduler_stats.get("paused")
             if isinstance(paused, bool):
                 self.paused = paused
+        # The outputs of a step come behind the commit that it was launched before.
+        if message.weight_commit is not None and message.weight_commit < self.weight_commit:
+            return
         if message.weight_version is not None:
             self.weight_version = message.weight_version
         if message.weight_commit is not None:
