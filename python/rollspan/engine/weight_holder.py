@@ -47,10 +47,15 @@ class WeightHolder(WeightState):
         """Has the worker look at the weights in force, by the first name of each.
 
         Raises:
-            RollspanError: ``engine_sleeping``. In the future: what ``work`` raises.
+            RollspanError: ``engine_sleeping``, also in the future, as is what ``work`` raises.
         """
+
+        def begin() -> Callable[[], T]:
+            self._require_awake()  # they may have been put to sleep by what was asked before
+            return partial(work, self._parameters.data())
+
         self._require_awake()
-        return self._operations.add(Operation(lambda: partial(work, self._parameters.data())))
+        return self._operations.add(Operation(begin))
 
     def reset(self, *, quiet: bool) -> Future[dict[str, Any]]:
         """Overwrites all weights with zeros: nothing is generated until a complete update.

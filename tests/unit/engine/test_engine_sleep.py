@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,18 @@ def test_wrong_arguments_are_refused_by_name(engine: Engine, method: str, args: 
     assert reason == "invalid_request"
     assert message.startswith(f"{field} must be ")
     assert engine.result_of("is_scheduler_paused") is False
+
+
+def test_weights_that_sleep_by_the_time_of_their_check_are_not_checked(engine: Engine) -> None:
+    busy = threading.Event()
+    engine.core.weights._worker.submit(lambda: busy.wait(60))
+    sleep = engine.start_call("sleep", 2)
+    check = engine.start_call("check_weights", "checksum")
+    busy.set()
+    engine.step_until(lambda: sleep() and check())
+    reply = check()
+    assert reply is not None
+    assert reply.reason == "engine_sleeping"
 
 
 def test_the_digest_is_the_same_after_a_light_sleep(engine: Engine) -> None:
