@@ -233,7 +233,8 @@ class Staging:
         if self._exchange is not None:
             return
         if self._in_place:
-            derived.after_commit()
+            if self.touched:  # else the weights may be in use again as soon as the update is aborted
+                derived.after_commit()
             self._exchange = _nothing
         else:
             self._exchange = derived.prepare(self._new)

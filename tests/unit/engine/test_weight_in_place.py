@@ -128,6 +128,21 @@ def test_nothing_goes_on_while_it_is_open(engine: Engine) -> None:
     assert len(result.token_ids) == 20
 
 
+def test_an_update_that_writes_nothing_derives_nothing_either(
+    engine: Engine, gate: Gate, before: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause(engine)
+    engine.result_of("start_weight_update")
+    gate.end()
+    engine.result_of("update_weights", GATE)
+    # Aborted now, the engine may compute before the worker has noticed.
+    monkeypatch.setattr(engine.core._runner, "after_commit", None)
+    digest = engine.result_of("prepare_weight_update", {"partial": True})["weight_digest"]
+    assert engine.result_of("finish_weight_update", None, {"partial": True})["weight_digest"] == digest
+    engine.result_of("resume_scheduler")
+    check(engine, before)
+
+
 @pytest.mark.parametrize("how", ["abort", "failure"])
 def test_what_is_cut_off_before_the_first_byte_has_changed_nothing(
     engine: Engine, gate: Gate, before: References, how: str
