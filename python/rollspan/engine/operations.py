@@ -16,7 +16,7 @@ from rollspan.errors import RollspanError
 
 logger = logging.getLogger("rollspan.engine")
 
-#: Seconds that a job has to end in after it was told to.
+#: Seconds that a transfer has to end in after it was told to.
 STUCK_SECONDS = 10.0
 
 
@@ -53,7 +53,7 @@ class Operations:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._queue: deque[Operation] = deque()
-        self._left: tuple[Future[Any], float] | None = None  # a job that was told to stop, and when
+        self._left: tuple[Future[Any], float] | None = None  # a transfer that was told to stop, and when
 
     @property
     def busy(self) -> bool:
@@ -72,13 +72,16 @@ class Operations:
 
     @property
     def stuck_at(self) -> float | None:
-        """Monotonic seconds from which on a job that was told to stop counts as one that never will."""
+        """Monotonic seconds from which on a transfer that was told to stop counts as one that never will.
+
+        What computes ends by itself, and must: it may be writing to what the next job would write to.
+        """
         if self._left is None or self._left[0].done():
             return None
         return self._left[1] + STUCK_SECONDS
 
     def relieve(self) -> None:
-        """Leaves such a job to itself; others go on without it."""
+        """Leaves such a transfer to itself; others go on without it."""
         self._left = None
         logger.error("a transfer does not stop: its thread is given up")
         self._worker.replace()
@@ -133,7 +136,7 @@ class Operations:
         for operation in mine:
             if operation.sender is not None:
                 operation.sender.cancel()
-            if operation.job is not None and not operation.job.done():
+            if operation.sender is not None and operation.job is not None and not operation.job.done():
                 self._left = operation.job, time.monotonic()
             operation.answer.set_exception(RollspanError(error.message, reason=error.reason))
         # Not advanced here: the caller has not put its own state in order yet, and the next one is due at once.

@@ -331,6 +331,27 @@ def test_a_transfer_that_does_not_stop_is_left_to_itself(
     assert stamp(engine)[:2] == ("new", 1)
 
 
+def test_what_computes_is_waited_for_however_long_it_takes(
+    engine: Engine, after: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollspan.engine.operations.STUCK_SECONDS", 0.0)
+    stuck = Stuck(engine.core._runner, monkeypatch)
+    engine.result_of("start_weight_update")
+    engine.result_of("update_weights", {"path": "first"})
+    answer = engine.start_call("finish_weight_update", "never")
+    stuck.await_worker()
+    engine.result_of("abort_weight_update")
+    assert failure(answer, engine) == "update_aborted"
+    engine.result_of("start_weight_update")
+    received = engine.start_call("update_weights", {"path": "second"})
+    engine.run()
+    assert received() is None  # no other thread writes to what the worker may still write to
+    stuck.release()
+    assert failure(received, engine) is None
+    engine.result_of("finish_weight_update", "new")
+    check(engine, after)
+
+
 def test_the_worker_ends_with_its_engine(llama: TinyModel) -> None:
     threads = set(threading.enumerate())
     engine = Engine(llama)
