@@ -102,8 +102,8 @@ impl Set {
         let fresh = in_time(self.engines[index].accept(&hello_of(index))).await;
         self.links.insert(index, fresh);
         let rank = format!("X-data-parallel-rank: {index}");
-        let message =
-            format!("engine {index} takes no requests: it was restarted and waits for the next weight update");
+        let why = "it was restarted or has missed a commit, and waits for the next weight update";
+        let message = format!("engine {index} takes no requests: {why}");
         in_time(async {
             loop {
                 let refused = self.generate(&[&rank]).await.answer().await;

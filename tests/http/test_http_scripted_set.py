@@ -279,14 +279,12 @@ def test_engines_that_would_differ_commit_nothing(pair: MockedSet, pool: ThreadP
     assert message == f"the engines would have different weights: engine 0: {DIGEST}, engine 1: {OTHER}"
 
 
-def test_a_failure_in_the_last_step_says_which_engines_have_committed(
-    pair: MockedSet, pool: ThreadPoolExecutor
-) -> None:
-    begun(pair, pool)
-    answer = pool.submit(pair.frontend.post, "/finish_weight_update")
-    pair.expect("prepare_weight_update", [{}], [{"weight_digest": DIGEST}] * 2)
-    pair.expect("get_weight_commit", [], [0, 0])
-    pair.expect("finish_weight_update", [None, {"commit": 1}], [committed(1), ("out of memory", "internal_error")])
+def test_a_failure_in_the_last_step_says_which_engines_have_committed(own: MockedSet, pool: ThreadPoolExecutor) -> None:
+    begun(own, pool)
+    answer = pool.submit(own.frontend.post, "/finish_weight_update")
+    own.expect("prepare_weight_update", [{}], [{"weight_digest": DIGEST}] * 2)
+    own.expect("get_weight_commit", [], [0, 0])
+    own.expect("finish_weight_update", [None, {"commit": 1}], [committed(1), ("out of memory", "internal_error")])
     outcomes = partial(answer.result(), 502, "partial_failure")
     assert outcomes[0] == {"engine_index": 0, "result": committed(1)}
     assert reasons(outcomes) == [None, "internal_error"]
@@ -433,7 +431,8 @@ def test_a_frontend_that_starts_late_leaves_out_who_has_missed_commits(
     try:
         assert [served_by(late, pool) for _ in range(4)] == [0, 2, 0, 2]
         message = error_of(late.frontend.generate([5], {"X-data-parallel-rank": "1"}), 503, "engine_dead")
-        assert message == "engine 1 takes no requests: it was restarted and waits for the next weight update"
+        reason = "it was restarted or has missed a commit, and waits for the next weight update"
+        assert message == f"engine 1 takes no requests: {reason}"
     finally:
         late.close()
 

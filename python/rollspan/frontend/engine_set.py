@@ -28,8 +28,8 @@ class Member:
     Attributes:
         engine: who is there; None before the first hello, and while one is restarted.
         failure: why nobody is there.
-        serves: whether it takes requests. One that was restarted has other weights than the rest, so it does not
-            before the next commit of all.
+        serves: whether it takes requests. One that was restarted, or has missed a commit, has other weights than the
+            rest, so it does not before the next commit of all.
         open_requests: requests that it is busy with.
     """
 
@@ -143,6 +143,13 @@ class EngineSet:
                 member.serves = True
                 logger.info("engine %d takes requests again", member.engine.index)
 
+    def leave(self, engines: Sequence[Engine]) -> None:
+        """Gives them no more requests: the others have committed weights that they do not have."""
+        for member in self._members:
+            if member.engine in engines and member.engine is not None and member.serves:
+                member.serves = False
+                logger.error("engine %d has missed a commit: no requests before the next one", member.engine.index)
+
     @contextmanager
     def open_request(self, request_id: str, session_id: str | None, rank: int | None) -> Iterator[Engine]:
         """The engine that takes a request, which counts as open there.
@@ -177,9 +184,7 @@ class EngineSet:
         self.check_alive()
         serving = [index for index, member in enumerate(self._members) if member.engine is not None and member.serves]
         if not serving:
-            message = (
-                "no engine takes requests: those that are there were restarted and wait for the next weight update"
-            )
+            message = "no engine takes requests: those that are there were restarted or have missed a commit, and wait for the next weight update"
             raise RollspanError(message, reason="engine_starting")
         return serving
 
@@ -187,7 +192,9 @@ class EngineSet:
         serving = self._candidates()
         if rank is not None:
             if rank not in serving:
-                why = self.failures().get(rank, "it was restarted and waits for the next weight update")
+                why = self.failures().get(
+                    rank, "it was restarted or has missed a commit, and waits for the next weight update"
+                )
                 raise RollspanError(f"engine {rank} takes no requests: {why}", reason="engine_dead")
             return rank
         fit = [index for index in serving if self._is_fit(index)] or serving

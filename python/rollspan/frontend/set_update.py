@@ -113,12 +113,20 @@ class SetUpdate:
                 )
             )
         )
-        done = self._judged(outcomes, last=True)
-        back = [outcome.engine for outcome in done if outcome.engine not in serving]
+        done = [outcome.engine for outcome in outcomes if outcome.error is None]
+        try:
+            return self._judged(outcomes, last=True)[0].result, outcomes
+        finally:
+            await self._regroup(serving, done)
+
+    async def _regroup(self, serving: Sequence[Engine], done: Sequence[Engine]) -> None:
+        """Engines that have committed take requests, and the others none, where any has."""
+        back = [engine for engine in done if engine not in serving]
         if any(engine.status.paused for engine in serving):  # those that are back have not heard of that pause
             await call_all([engine for engine in back if not engine.status.paused], "pause_generation", "keep", False)
         self._engines.join(back)
-        return done[0].result, outcomes
+        if done:
+            self._engines.leave([engine for engine in serving if engine not in done])
 
     def _taking_part(self) -> list[Engine]:
         """Engines of the open update that are still there; where another frontend has opened it, all."""

@@ -24,8 +24,8 @@ struct State {
 
 struct Member {
     engine: Arc<Engine>,
-    /// Whether it takes requests while it is there. One that was restarted has other weights than the rest, so it does not
-    /// before the next commit of all.
+    /// Whether it takes requests while it is there. One that was restarted, or has missed a commit, has other weights than
+    /// the rest, so it does not before the next commit of all.
     serves: bool,
     open_requests: usize,
 }
@@ -58,8 +58,7 @@ impl State {
                 Err(ApiError::new(Reason::EngineDead, death.message))
             }
             _ => {
-                let message =
-                    "no engine takes requests: those that are there were restarted and wait for the next weight update";
+                let message = "no engine takes requests: those that are there wait for the next weight update";
                 Err(ApiError::new(Reason::EngineStarting, message))
             }
         }
@@ -72,7 +71,7 @@ impl State {
                 return Ok(rank);
             }
             let death = self.members.get(rank).and_then(|member| member.engine.client.death());
-            let waits = || "it was restarted and waits for the next weight update".to_owned();
+            let waits = || "it was restarted or has missed a commit, and waits for the next weight update".to_owned();
             let why = death.map_or_else(waits, |death| death.message);
             return Err(ApiError::new(Reason::EngineDead, format!("engine {rank} takes no requests: {why}")));
         }
@@ -173,6 +172,20 @@ impl EngineSet {
             if !member.serves && engines.iter().any(|engine| Arc::ptr_eq(engine, &member.engine)) {
                 member.serves = true;
                 tracing::info!("engine {} takes requests again", member.engine.index());
+            }
+        }
+    }
+
+    /// Gives engines no more requests: the others have committed weights that they do not have.
+    pub fn leave(&self, engines: &[Arc<Engine>]) {
+        let mut state = self.state();
+        for member in &mut state.members {
+            if member.serves && engines.iter().any(|engine| Arc::ptr_eq(engine, &member.engine)) {
+                member.serves = false;
+                tracing::error!(
+                    "engine {} has missed a commit: no requests before the next one",
+                    member.engine.index()
+                );
             }
         }
     }

@@ -151,14 +151,20 @@ impl SetUpdate {
         };
         let arguments = |engine: &Arc<Engine>| vec![label_of(engine), Value::Object(options.clone())];
         let outcomes = call_each(&engines, FINISH, arguments).await;
-        let done = self.judged(&outcomes, true)?;
-        let back: Vec<_> = done.into_iter().filter(|engine| !contains(&serving, engine)).collect();
+        let judged = self.judged(&outcomes, true);
+        let done = engines_of(outcomes.iter().filter(|outcome| outcome.result.is_ok()));
+        let back: Vec<_> = done.iter().filter(|engine| !contains(&serving, engine)).cloned().collect();
         if serving.iter().any(|engine| engine.client.status().paused) {
             // Those that are back have not heard of that pause. One that refuses is as it was.
             let running: Vec<_> = back.iter().filter(|engine| !engine.client.status().paused).cloned().collect();
             drop(call_all(&running, "pause_generation", &["keep".into(), false.into()]).await);
         }
         self.engines.join(&back);
+        if !done.is_empty() {
+            let behind: Vec<_> = serving.into_iter().filter(|engine| !contains(&done, engine)).collect();
+            self.engines.leave(&behind);
+        }
+        judged?;
         Ok((first_result(&outcomes), outcomes))
     }
 
