@@ -184,7 +184,7 @@ class EngineSet:
         self.check_alive()
         serving = [index for index, member in enumerate(self._members) if member.engine is not None and member.serves]
         if not serving:
-            message = "no engine takes requests: those that are there were restarted or have missed a commit, and wait for the next weight update"
+            message = "no engine takes requests: those that are there wait for the next weight update"
             raise RollspanError(message, reason="engine_starting")
         return serving
 
