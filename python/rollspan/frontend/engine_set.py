@@ -226,10 +226,9 @@ class EngineSet:
         if len(self) == 1:
             return
         logger.error("engine %d is gone: %s", index, error.message)
-        if index not in self._reconnecting:
-            task = asyncio.create_task(self._reconnect(index), name=f"rollspan-engine-{index}")
-            self._reconnecting[index] = task
-            task.add_done_callback(lambda _: self._reconnecting.pop(index, None))
+        reconnecting = self._reconnecting.get(index)
+        if reconnecting is None or reconnecting.done():
+            self._reconnecting[index] = asyncio.create_task(self._reconnect(index), name=f"rollspan-engine-{index}")
 
     async def _reconnect(self, index: int) -> None:
         while self._members[index].engine is None:
