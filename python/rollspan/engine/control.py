@@ -116,7 +116,7 @@ class Control:
             logger.exception("%s failed", call.method)
             text = f"{call.method} failed: {type(error).__name__}: {error}"
             reply = m.UtilityOutput(call.call_id, failure=text, reason="internal_error")
-        self._core.send(client_index, None, utility_output=reply)
+        self._core.outbox.put(client_index, None, utility_output=reply)
 
     def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from rollspan.engine.admission import Admission
 from rollspan.engine.bounds import STALE, WeightBounds, left_behind
 from rollspan.engine.control import Control
 from rollspan.engine.kv_cache import BlockPool
+from rollspan.engine.launched import Launched
+from rollspan.engine.outbox import Addressed, Outbox
 from rollspan.engine.request import Request, RequestStatus, Stamp
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
@@ -27,47 +28,17 @@ from rollspan.engine.worker import Bell, Worker
 from rollspan.errors import RollspanError, shown
 from rollspan.kernels import native
 from rollspan.protocol import messages as m
-from rollspan.runner.input_batch import PendingTokens, StepLogits
+from rollspan.runner.input_batch import StepLogits
 from rollspan.runner.invariance import prepare
 from rollspan.runner.loader import load_model, select_device
 from rollspan.runner.placement import fit, place
-from rollspan.sampler.sampler import Sampler, Samples
+from rollspan.sampler.sampler import Sampler
 from rollspan.sampler.text import Structure, TextRules
 
 logger = logging.getLogger("rollspan.engine")
 
-#: (client index, message): where a message goes.
-Addressed = tuple[int, m.EngineCoreOutputs]
-
 #: Seconds between two reports of the scheduler's state while requests run.
 STATS_INTERVAL = 0.2
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A step whose tokens are being sampled, or have been.
-
-    Attributes:
-        scheduled: what runs in it.
-        logits: of the rows that are sampled and scored.
-        samples: one for each request of ``logits.sampled``.
-        places: where their tokens go, in the ``token_ids`` of each.
-        stamp: label and commit of the weights that it was launched with; no later change of them renames it.
-        kv_spans: for each request that is to be told, which weights computed what its token attends to.
-    """
-
-    scheduled: list[ScheduledRequest]
-    logits: StepLogits
-    samples: Samples
-    places: list[int]
-    stamp: Stamp
-    kv_spans: dict[Request, list[m.StampSpan]]
-
-    @property
-    def tokens(self) -> PendingTokens:
-        """What the next step may need of this one before it is collected."""
-        ids = torch.tensor(self.samples.token_ids, dtype=torch.int64, device=self.logits.logits.device)
-        return PendingTokens(self.logits.sampled, ids)
 
 
 class EngineCore:
@@ -102,8 +73,7 @@ class EngineCore:
         self.bell = Bell()
         self.weights = WeightManager(model, config, Worker(self.bell), self._runner, self)
         self._arrivals = 0
-        self._outbox: list[Addressed] = []
-        self._clients = {0}
+        self.outbox = Outbox(config.engine_index)
         self._last_stats = 0.0
         self._text = TextRules(config.model_directory(), self._placement.vocab_size, self._model_facts.eos_token_ids)
         self._bounds = WeightBounds()
@@ -140,7 +110,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True when :meth:`step` has something to run or to deliver."""
-        if self._outbox or self._in_flight is not None:
+        if self.outbox or self._in_flight is not None:
             return True
         return self._control.has_work() or (self.weights.runnable and self.scheduler.has_work())
 
@@ -219,9 +189,7 @@ class EngineCore:
 
     def refuse_request(self, client_index: int, request_id: str, error: RollspanError) -> None:
         """Answers a request that cannot be admitted with a terminal error output."""
-        code = error.reason if error.reason in _KNOWN_CODES else "validation_error"
-        failure = m.EngineError(code, error.message, code in _PASSING_CODES, error.param, error.reason)
-        self._deliver_terminal(client_index, request_id, failure)
+        self.outbox.refuse(client_index, request_id, error)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Ends requests without an answer; unknown ids are ignored."""
@@ -233,28 +201,25 @@ class EngineCore:
 
     def add_client(self, client_index: int) -> None:
         """A frontend has connected: it gets reports of changes of state from now on."""
-        self._clients.add(client_index)
+        self.outbox.clients.add(client_index)
 
     def remove_client(self, client_index: int) -> None:
         """A frontend is gone: ends its requests and drops what waits for it."""
-        self._clients.discard(client_index)
         mine = [r.request_id for r in self.scheduler.requests.values() if r.client_index == client_index]
         self.abort_requests(mine)
         self._bounds.take_all(client_index)
-        self._outbox = [entry for entry in self._outbox if entry[0] != client_index]
+        self.outbox.drop_client(client_index)
 
     def abort_all(self) -> None:
         """Ends every request, each with a terminal output of what it has."""
         for request in list(self.scheduler.requests.values()):
             self._abort(request)
         for message in self._bounds.take_all():
-            self._deliver_terminal(message.client_index, message.request_id, None)
+            self.outbox.end(message.client_index, message.request_id)
 
     def _abort(self, request: Request, stop_reason: str | None = None) -> None:
         self.scheduler.finish(request)
-        self._deliver_terminal(
-            request.client_index, request.request_id, None, request.admission, stop_reason=stop_reason
-        )
+        self.outbox.end(request.client_index, request.request_id, admission=request.admission, stop_reason=stop_reason)
 
     def release_memory(self, *, weights: bool) -> None:
         """Forgets all keys and values and gives their memory back, and that of what is derived from the weights."""
@@ -301,8 +266,7 @@ class EngineCore:
         if launched is not None:
             self._collect(launched)
         self._after_step()
-        outbox, self._outbox = self._outbox, []
-        return outbox
+        return self.outbox.take()
 
     def drain(self) -> None:
         """Collects the step that is in flight, so that what follows sees every token."""
@@ -348,7 +312,7 @@ class EngineCore:
         ):
             if request.status is RequestStatus.FINISHED:
                 continue
-            fault = None if valid else _no_token(step, row)
+            fault = None if valid else step.fault(row)
             if fault is None:
                 request.settle(index, token)
                 output = m.EngineCoreOutput(request.request_id, [token], logprobs)
@@ -376,7 +340,7 @@ class EngineCore:
                 self.scheduler.finish(request)
             batches.setdefault(request.client_index, []).append(output)
         for client_index, outputs in batches.items():
-            self.send(client_index, step.stamp, outputs=outputs)
+            self.outbox.put(client_index, step.stamp, outputs=outputs)
 
     def _score_prompts(self, logits: StepLogits, stamp: Stamp) -> None:
         """Files the log-probs of the prompt tokens that a step's rows predict."""
@@ -407,9 +371,8 @@ class EngineCore:
         if request.status is RequestStatus.FINISHED:
             return
         self.scheduler.finish(request)
-        self._deliver_terminal(
-            request.client_index, request.request_id, m.EngineError(code, message), request.admission
-        )
+        error = m.EngineError(code, message)
+        self.outbox.end(request.client_index, request.request_id, error, admission=request.admission)
 
     def _after_step(self) -> None:
         self._control.after_step()
@@ -428,54 +391,7 @@ class EngineCore:
         """Tells every frontend the state: load, pause, label and commit."""
         self._last_stats = time.monotonic()
         stats = scheduler_stats(self.scheduler, self.weights, len(self._bounds))
-        for client_index in self._clients:
-            self.send(client_index, self.weights.stamp, scheduler_stats=stats)
-
-    def send(self, client_index: int, stamp: Stamp | None, **fields: Any) -> None:
-        """Puts a message into the outbox; ``stamp`` is that of the weights that its step was launched with."""
-        label, commit = stamp if stamp is not None else (None, None)
-        message = m.EngineCoreOutputs(
-            engine_index=self.config.engine_index,
-            timestamp=time.monotonic(),
-            weight_version=label,
-            weight_commit=commit,
-            **fields,
-        )
-        self._outbox.append((client_index, message))
-
-    def _deliver_terminal(
-        self,
-        client_index: int,
-        request_id: str,
-        error: m.EngineError | None,
-        admission: Stamp | None = None,
-        *,
-        stop_reason: str | None = None,
-    ) -> None:
-        reason = m.FinishReason.ABORT if error is None else m.FinishReason.ERROR
-        output = m.EngineCoreOutput(request_id, [], finish_reason=reason, error=error, admission=admission)
-        output.stop_reason = stop_reason
-        self.send(client_index, None, outputs=[output], finished_requests=[request_id])
-
-
-#: The same request may succeed later.
-_PASSING_CODES = (
-    "engine_paused",
-    "stale_weights",
-    "queue_full",
-    "engine_sleeping",
-    "weights_inconsistent",
-    "weights_undeclared",
-)
-_KNOWN_CODES = (*_PASSING_CODES, "duplicate_request_id", "prompt_too_long")
-
-
-def _no_token(step: Launched, row: int) -> m.EngineError:
-    """Why nothing could be sampled from a row."""
-    if bool(torch.isfinite(step.logits.logits[row].float().amax())):
-        text = "no token is left that the request's parameters allow"
-        return m.EngineError("validation_error", text, reason="invalid_request")
-    return m.EngineError("nan_logits", f"the model's logits are not finite (weights {step.stamp[0]!r})")
+        self.outbox.put_all(self.weights.stamp, scheduler_stats=stats)
 
 
 def _structure_fault(request: Request) -> m.EngineError | None:
