@@ -208,7 +208,9 @@ class Supervisor:
                 place = next((place for place in self._places if place.child is ended), None)
                 if place is None or len(self._places) == 1 or not self._ready:
                     return self._fail(ended, frontend)
-                self._plan_restart(place, place.child.failure.message)
+                if time.monotonic() - ended.started > STEADY_SECONDS:
+                    place.restarts = 0
+                self._plan_restart(place, ended.failure.message)
                 continue
             self._listening = self._listening or event.kind == "listening"
             self._ready = self._ready or event.kind == "ready"
@@ -223,12 +225,9 @@ class Supervisor:
             return None
 
     def _plan_restart(self, place: Place, message: str) -> None:
-        now = time.monotonic()
-        if now - place.child.started > STEADY_SECONDS:
-            place.restarts = 0
         seconds = RESTART_SECONDS[min(place.restarts, len(RESTART_SECONDS) - 1)]
         place.restarts += 1
-        place.due = now + seconds
+        place.due = time.monotonic() + seconds
         ended = {"engine_index": self._places.index(place), "message": message, "restart_seconds": seconds}
         self._report({"event": "engine_ended", **ended})
 

@@ -274,6 +274,34 @@ def test_of_several_engines_one_that_ends_is_started_again(trio: Trio) -> None:
     trio.assert_nothing_runs()
 
 
+def test_an_engine_that_ran_well_and_cannot_be_started_again_is_tried_less_and_less_often(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.0)
+    start = trio._start
+
+    def start_once(script: str) -> Any:
+        if script == STEADY and trio.second:
+            raise LaunchError("cannot start it")
+        return start(script)
+
+    def heed(event: Mapping[str, Any]) -> None:
+        if event["event"] == "ready":
+            trio.second[0].kill()
+        elif event["event"] == "engine_ended" and event["restart_seconds"] == 0.03:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = trio._report
+    trio._start = start_once  # type: ignore[method-assign]
+    trio._report = lambda event: (report(event), heed(event))[0]  # type: ignore[method-assign]
+    assert trio.run_set([STEADY]) is None
+    ended = [event for event in trio.reported if event["event"] == "engine_ended"]
+    assert [event["restart_seconds"] for event in ended] == [0.01, 0.02, 0.03]
+    assert {event["message"] for event in ended[1:]} == {"cannot start it"}
+    trio.assert_nothing_runs()
+
+
 def test_an_engine_of_several_that_cannot_start_ends_all(trio: Trio) -> None:
     frontend = "end_politely('frontend'); event(event='listening', address='127.0.0.1:1234'); signal.pause()"
     failure = trio.run_set(["await_engine(); sys.exit('error: no room')"], frontend=frontend)
