@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,11 +33,12 @@ class WeightBounds:
     """What requests say about the commits that they take: ``min_weight_commit`` and ``max_weight_lag``.
 
     A request that needs a newer commit than the one in force waits here, outside the scheduler, as long as an update is
-    open and its time is not over. O(1) for all others.
+    open and its time is not over. A step costs O(1), however many wait.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, Held] = {}
+        self._first_deadline = math.inf  # or earlier, when whose it was has gone otherwise
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -56,7 +58,9 @@ class WeightBounds:
             raise _stale(message, commit, "no update is open" if wait > 0 else "the request does not wait")
         if len(self._held) >= MAX_HELD:
             raise RollspanError(f"{MAX_HELD} requests wait for weights, which is the limit", reason="queue_full")
-        self._held[message.request_id] = Held(message, structure, time.monotonic() + min(wait, MAX_WAIT))
+        held = Held(message, structure, time.monotonic() + min(wait, MAX_WAIT))
+        self._held[message.request_id] = held
+        self._first_deadline = min(self._first_deadline, held.deadline)
 
     def drop(self, request_id: str) -> None:
         """Forgets a request; unknown ids are ignored."""
@@ -81,17 +85,20 @@ class WeightBounds:
         if not self._held:
             return []
         now = time.monotonic()
+        if updating and now < self._first_deadline:
+            return []
         refused = []
         for held in list(self._held.values()):
             if not updating or held.deadline <= now:
                 why = "its time to wait is over" if updating else "the update that was open has not brought it"
                 refused.append((held.message, _stale(held.message, commit, why)))
                 self.drop(held.message.request_id)
+        self._first_deadline = min((held.deadline for held in self._held.values()), default=math.inf)
         return refused
 
     def next_deadline(self) -> float | None:
-        """When the first of them has waited long enough, in seconds of the monotonic clock; None when none waits."""
-        return min((held.deadline for held in self._held.values()), default=None)
+        """When :meth:`take_refused` has to be called, in seconds of the monotonic clock; None when none waits."""
+        return self._first_deadline if self._held else None
 
 
 def left_behind(requests: Iterable[Request], commit: int) -> list[Request]:
