@@ -11,6 +11,7 @@ from rollspan.config import WEIGHT_UPDATE_MODES
 from rollspan.errors import RollspanError, cut, wrong_value
 from rollspan.sampling_rules import is_int
 
+_MAX_COMMIT = 2**53 - 1
 _DIGEST = re.compile(r"blake3:[0-9a-f]{64}")
 
 
@@ -55,8 +56,8 @@ class FinishOptions:
     commit: int | None
 
     @classmethod
-    def of(cls, options: Any, present: int) -> FinishOptions:
-        """Reads the options; ``present`` is the commit in force.
+    def of(cls, options: Any) -> FinishOptions:
+        """Reads the options.
 
         Raises:
             RollspanError: ``invalid_request`` or ``unsupported_field``.
@@ -67,6 +68,15 @@ class FinishOptions:
             raise wrong_value("weight_digest", "blake3: and 64 lower-case hex digits", digest)
         if partial is not None and not isinstance(partial, bool):
             raise wrong_value("partial", "true or false", partial)
-        if commit is not None and not is_int(commit, present + 1, 2**53 - 1):
-            raise wrong_value("commit", f"an integer above the present commit {present}", commit)
+        if commit is not None and not is_int(commit, 1, _MAX_COMMIT):
+            raise wrong_value("commit", f"an integer from 1 to {_MAX_COMMIT}", commit)
         return cls(digest, partial, commit)
+
+    def check_next(self, present: int) -> None:
+        """Refuses a number that does not come after the commit in force, ``present``.
+
+        Raises:
+            RollspanError: ``invalid_request``.
+        """
+        if self.commit is not None and self.commit <= present:
+            raise wrong_value("commit", f"an integer above the present commit {present}", self.commit)

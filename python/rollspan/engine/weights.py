@@ -212,7 +212,8 @@ class WeightManager(WeightHolder):
         Raises:
             RollspanError: as for :meth:`finish`.
         """
-        update, chosen = self._require_open(), FinishOptions.of(options, self.commit)
+        update, chosen = self._require_open(), FinishOptions.of(options)
+        chosen.check_next(self.commit)
 
         def end(_: None) -> dict[str, Any]:
             update.phase = "prepared"
@@ -230,7 +231,7 @@ class WeightManager(WeightHolder):
 
         Returns:
             ``weight_version``, ``weight_commit`` and ``weight_digest`` now in force. The same named call again, by a
-            client whose answer was lost, gets the same answer.
+            client whose answer was lost, gets the same answer, whatever ``commit`` it says, while these weights are.
 
         Raises:
             RollspanError: ``invalid_label`` or ``invalid_request`` (the update stays open), ``no_update_active``. In
@@ -238,17 +239,18 @@ class WeightManager(WeightHolder):
                 drop it.
         """
         new_label = None if label is None else check_label(label)
-        repeated = self._repeated(new_label)
+        chosen = FinishOptions.of(options)
+        repeated = self._repeated(new_label, chosen)
         if repeated is not None:
-            return repeated
-        update, chosen = self._require_open(), FinishOptions.of(options, self.commit)
+            return _done(repeated)
+        update = self._require_open()
+        chosen.check_next(self.commit)
 
         def begin() -> Callable[[], None] | None:
-            return None if self._repeated(new_label) is not None else self._verifying(update, chosen)
+            return None if self._repeated(new_label, chosen) is not None else self._verifying(update, chosen)
 
         def end(_: None) -> dict[str, Any]:
-            answered = self._repeated(new_label)
-            return answered.result() if answered is not None else self._publish(update, new_label, chosen)
+            return self._repeated(new_label, chosen) or self._publish(update, new_label, chosen)
 
         return self._add(update, begin, end)
 
@@ -290,10 +292,12 @@ class WeightManager(WeightHolder):
             raise RollspanError("no weight update is active: start one first", reason="no_update_active")
         return self.opened
 
-    def _repeated(self, label: str | None) -> Future[dict[str, Any]] | None:
-        if self.opened is not None or self._finished is None or self._finished[0] != label:
+    def _repeated(self, label: str | None, options: FinishOptions) -> dict[str, Any] | None:
+        """The answer of the finish that is called once more, if that is so and the weights are still those."""
+        if self.opened is not None or self.inconsistent or self._finished is None or self._finished[0] != label:
             return None
-        return _done(self._finished[1])
+        answer = self._finished[1]
+        return answer if options.digest in (None, answer["weight_digest"]) else None
 
     def _verifying(self, update: Update, options: FinishOptions) -> Callable[[], None]:
         self._require_open(update)

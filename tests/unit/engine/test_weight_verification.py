@@ -296,6 +296,19 @@ def test_the_trainer_may_number_the_commit(engine: Engine) -> None:
     assert engine.generate([(1, 2)], max_tokens=2)[0].stamps == [("on", 18)] * 2
 
 
+def test_a_finish_that_is_called_once_more_has_the_same_answer(engine: Engine) -> None:
+    start(engine)
+    answer = engine.result_of("finish_weight_update", "new")
+    for options in ({}, {"digest": answer["weight_digest"]}, {"commit": 9}, {"partial": True}):
+        assert engine.result_of("finish_weight_update", "new", options) == answer
+    for args in (("other",), (None,), ("new", {"digest": WRONG})):
+        assert engine.failure_of("finish_weight_update", *args)[0] == "no_update_active"
+    assert engine.failure_of("finish_weight_update", "new", {"commit": 0})[0] == "invalid_request"
+    engine.result_of("pause_generation", "keep", False)
+    engine.result_of("check_weights", "reset")
+    assert engine.failure_of("finish_weight_update", "new")[0] == "no_update_active"  # what it named is gone
+
+
 @pytest.fixture
 def undeclared(llama: TinyModel, root: Path) -> Iterator[Engine]:
     engine = Engine(llama, weights_root=str(root), require_weight_version=True, weight_version="given")
