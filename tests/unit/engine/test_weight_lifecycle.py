@@ -340,12 +340,14 @@ def test_what_computes_is_waited_for_however_long_it_takes(
     engine.result_of("update_weights", {"path": "first"})
     answer = engine.start_call("finish_weight_update", "never")
     stuck.await_worker()
+    threads = set(threading.enumerate())
     engine.result_of("abort_weight_update")
     assert failure(answer, engine) == "update_aborted"
     engine.result_of("start_weight_update")
     received = engine.start_call("update_weights", {"path": "second"})
     engine.run()
-    assert received() is None  # no other thread writes to what the worker may still write to
+    assert set(threading.enumerate()) <= threads  # none writes to what the worker may still write to
+    assert received() is None
     stuck.release()
     assert failure(received, engine) is None
     engine.result_of("finish_weight_update", "new")
