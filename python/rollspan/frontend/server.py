@@ -59,9 +59,9 @@ async def serve(options: FrontendOptions) -> int:
         StartError: the address cannot be bound.
     """
     listener = _bind(options.host, options.port)
-    if options.watch_stdin:
-        threading.Thread(target=_exit_with_parent, daemon=True).start()
     state = FrontendState(options, lambda index, lost: _connect(state, index, lost))
+    if options.watch_stdin:
+        threading.Thread(target=_exit_with_parent, args=(state,), daemon=True).start()
     server = _Server(_uvicorn_config(state))
     host, port = listener.getsockname()[:2]
     stop = asyncio.Event()
@@ -184,9 +184,17 @@ def _announce(event: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _exit_with_parent() -> None:
-    """Ends this process as soon as the other end of stdin is closed: whoever started it is gone."""
+def _exit_with_parent(state: FrontendState) -> None:
+    """Ends this process as soon as the other end of stdin is closed: whoever started it is gone.
+
+    Uploads are deleted first: they may lie in memory, where nobody would look for them any more.
+    """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-    os._exit(0)
+    state.shut_down()
+    try:
+        if state.spool is not None:
+            state.spool.clear()
+    finally:
+        os._exit(0)

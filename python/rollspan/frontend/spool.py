@@ -241,6 +241,11 @@ class Spool:
             if self.holds(upload):
                 await self._discard(upload)
 
+    def clear(self) -> None:
+        """Deletes all files, when the process is about to end; may be called by any thread."""
+        for upload in list(self._uploads.values()):
+            shutil.rmtree(upload.directory, ignore_errors=True)
+
     async def _discard(self, upload: Upload) -> None:
         """Forgets an upload and deletes its files, out of the way of a new one with its name."""
         del self._uploads[upload.name]

@@ -123,11 +123,10 @@ impl App {
         }
     }
 
-    /// Deletes all uploads.
-    pub async fn discard_uploads(&self) {
-        if let Some(spool) = self.spool.get().map(Arc::clone) {
-            let closed = tokio::task::spawn_blocking(move || spool.close()).await;
-            closed.unwrap_or_else(|error| tracing::warn!("deleting uploads: {error}"));
+    /// Deletes all uploads, at the end.
+    pub fn discard_uploads(&self) {
+        if let Some(spool) = self.spool.get() {
+            spool.close();
         }
     }
 

@@ -64,9 +64,19 @@ pub async fn serve(
     stop: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
     let app = Arc::new(App::new(options));
-    let ended = serve_app(listener, &app, announce, stop).await;
-    app.discard_uploads().await;
-    ended
+    let _end = End(Arc::clone(&app));
+    serve_app(listener, &app, announce, stop).await
+}
+
+/// Deletes uploads when serving ends, also where it is dropped because nobody is there any more to serve for: they may lie
+/// in memory, where nobody would look for them.
+struct End(Arc<App>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.close();
+        self.0.discard_uploads();
+    }
 }
 
 async fn serve_app(
