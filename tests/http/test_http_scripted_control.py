@@ -353,6 +353,7 @@ def test_abort_wants_a_list_of_strings(mock: Mocked) -> None:
 def test_control_bodies_must_be_json_objects(mock: Mocked, path: str) -> None:
     http = mock.frontend.http
     error_of(http.post(path, content=b"{"), 400, "invalid_json")
+    error_of(http.post(path, content=b"\v"), 400, "invalid_json")
     error_of(http.post(path, content=b"[]"), 400, "invalid_request")
     error_of(http.post(path, content=b'{"a": NaN}'), 400, "invalid_json")
 

@@ -195,6 +195,7 @@ def test_uploads_may_take_two_models_by_default(mocks: MockFactory, spool: Path)
         (FILE, {"Content-Range": "bytes 4-0/9"}, "Content-Range"),
         (FILE, {"Content-Range": "bytes */9"}, "Content-Range"),
         (FILE, {"X-Checksum": "sha256:00"}, "X-Checksum"),
+        (FILE, {"X-Checksum": b"blake3:\xc3\xa9\xff"}, "X-Checksum"),
         (FILE, {"X-Checksum": "blake3:" + "AA" * 32}, "X-Checksum"),
     ],
 )
@@ -278,9 +279,15 @@ def test_an_upload_that_nobody_touches_is_deleted(mocks: MockFactory, spool: Pat
     error_of(mock.frontend.get("/weight_uploads/u1"), 404, "not_found", "upload")
 
 
-def test_a_frontend_that_stops_leaves_nothing_behind(spooled: Mocked, spool: Path) -> None:
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_frontend_that_stops_leaves_nothing_behind(spooled: Mocked, spool: Path, orphaned: bool) -> None:
     put(spooled, b"hello", 0, 11)
-    assert spooled.frontend.terminate() == 0
+    if orphaned:  # whoever has started it was killed
+        assert spooled.frontend.process.stdin is not None
+        spooled.frontend.process.stdin.close()
+        assert spooled.frontend.wait() == 0
+    else:
+        assert spooled.frontend.terminate() == 0
     assert list(spool.iterdir()) == []
 
 

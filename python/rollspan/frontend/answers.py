@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -79,6 +80,12 @@ def internal_error(error: Exception) -> RollspanError:
     incident = uuid.uuid4().hex
     logger.error("internal error %s", incident, exc_info=error)
     return RollspanError(f"internal error, in the server's log as {incident}", reason="internal_error")
+
+
+def header_text(headers: Headers, name: str) -> str | None:
+    """A header as UTF-8; what is none is replaced."""
+    value = headers.get(name)
+    return None if value is None else value.encode("latin-1").decode("utf-8", "replace")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -15,6 +15,8 @@ from rollspan.frontend.fan_out import Outcome, agreed, call_all, successes
 from rollspan.frontend.state import FrontendState
 from rollspan.frontend.strict_json import parse_object
 
+BLANK = b" \t\n\f\r"
+"""A body of these alone is none."""
 BOOLEAN_WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -40,7 +42,7 @@ class Control:
         """
         state.check_live()
         body = await read_body(request, state.options.max_body_bytes)
-        return cls(state, request.query_params, parse_object(body) if body.strip() else {})
+        return cls(state, request.query_params, parse_object(body) if body.strip(BLANK) else {})
 
     def field(self, name: str) -> Any:
         """A field of the body; an explicit null is as good as none."""

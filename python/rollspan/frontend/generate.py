@@ -17,7 +17,15 @@ from starlette.types import Receive, Scope, Send
 from rollspan.admission import check_request_id
 from rollspan.errors import RollspanError, shown, wrong_value
 from rollspan.frontend import completion
-from rollspan.frontend.answers import ErrorAnswer, JsonAnswer, answer_headers, encode_json, internal_error, read_body
+from rollspan.frontend.answers import (
+    ErrorAnswer,
+    JsonAnswer,
+    answer_headers,
+    encode_json,
+    header_text,
+    internal_error,
+    read_body,
+)
 from rollspan.frontend.engine import Engine
 from rollspan.frontend.schemas import GenerateRequest, parse_generate
 from rollspan.frontend.state import FrontendState
@@ -37,7 +45,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        request_id = _header_text(headers, "x-request-id")
+        request_id = header_text(headers, "x-request-id")
         try:
             hello = self._state.check_live().hello
             _check_content_type(headers)
@@ -45,7 +53,7 @@ class GenerateEndpoint:
             request = parse_generate(body, request_id, hello, self._state.options.strict_requests)
             request_id = request.request_id or uuid.uuid4().hex
             self._state.log_ignored(request.ignored_fields)
-            session_id, rank = _header_text(headers, "x-session-id"), _rank(headers, len(self._state.engines))
+            session_id, rank = header_text(headers, "x-session-id"), _rank(headers, len(self._state.engines))
             with self._state.open_request(request_id, session_id, rank) as engine:
                 answer = _Answer(engine, request, request_id, session_id)
                 work = answer.stream(send) if request.stream else answer.collect(scope, receive, send)
@@ -195,19 +203,13 @@ def _check_content_type(headers: Headers) -> None:
 
 def _rank(headers: Headers, num_engines: int) -> int | None:
     """The engine that has to take the request, None for any."""
-    value = _header_text(headers, RANK)
+    value = header_text(headers, RANK)
     if value is None:
         return None
     rank = int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else num_engines
     if rank >= num_engines:
         raise wrong_value(RANK, f"an integer from 0 to {num_engines - 1}", value)
     return rank
-
-
-def _header_text(headers: Headers, name: str) -> str | None:
-    """A header whose bytes are UTF-8."""
-    value = headers.get(name)
-    return None if value is None else value.encode("latin-1").decode("utf-8", "replace")
 
 
 def _echo(request_id: str | None) -> str | None:

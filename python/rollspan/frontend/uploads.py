@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollspan.errors import wrong_value
-from rollspan.frontend.answers import JsonAnswer
+from rollspan.frontend.answers import JsonAnswer, header_text
 from rollspan.frontend.byte_ranges import CONTENT_RANGE, parse_content_range
 from rollspan.frontend.state import FrontendState
 from rollspan.frontend.upload_chunk import UploadChunk
@@ -31,7 +31,7 @@ class UploadRoutes:
         spool = self._state.open_spool()
         upload, name = request.path_params["upload"], request.path_params["file"]
         headers = request.headers
-        span = headers.get(CONTENT_RANGE)
+        span = header_text(headers, CONTENT_RANGE)
         length = headers.get("content-length")
         with UploadChunk(
             spool,
@@ -39,7 +39,7 @@ class UploadRoutes:
             name,
             None if span is None else parse_content_range(span),
             None if length is None else int(length),
-            _checksum(headers.get(CHECKSUM)),
+            _checksum(header_text(headers, CHECKSUM)),
         ) as chunk:
             async for piece in request.stream():
                 await chunk.write(piece)
