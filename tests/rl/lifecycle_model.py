@@ -40,7 +40,7 @@ class Model:
         pause: None, ``new`` (what comes is refused, nothing runs any more) or ``all`` (everything is kept).
         asleep: what sleeps.
         inconsistent: the weights are no whole.
-        finished: label and digest of the last update, which its finish may be asked for again.
+        finished: label that the last update has named, whose finish may come again.
     """
 
     def __init__(self, weights: Tensors, label: str, commit: int) -> None:
@@ -111,7 +111,8 @@ class Model:
 
     def finish(self, label: str | None, *, partial: bool | None, expected: str | None) -> str | None:
         if self.update is None:
-            return None if label is not None and label == self.finished else "no_update_active"
+            again = label is not None and label == self.finished and not self.inconsistent
+            return None if again and expected in (None, self.digest) else "no_update_active"
         partly = (self.update.delta if partial is None else partial) and not self.inconsistent
         if not self.update.came.keys() >= self.weights.keys() and not (partly and self.update.pieces):
             self._drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -254,19 +255,17 @@ class Lifecycle:
 
     async def pause(self) -> None:
         mode, clear = self._random.choice(("abort", "wait", "keep", "keep")), self._random.random() < 0.5
-        call = self.driver.pause(mode, clear)
-        await self.told(f"pause {mode} clear {clear}", call, *self._held("hold", mode))
+        await self._hold(f"/pause?mode={mode}&clear_cache={clear}", "hold", mode)
 
     async def sleep(self) -> None:
         level, mode = self._random.choice((1, 1, 2)), self._random.choice(("abort", "wait", "keep"))
-        call = self.driver.request("POST", f"/sleep?level={level}&mode={mode}")
-        await self.told(f"sleep {level} {mode}", call, *self._held("sleep", level, mode))
+        await self._hold(f"/sleep?level={level}&mode={mode}", "sleep", level, mode)
 
-    def _held(self, method: str, *arguments: Any) -> list[str | None]:
-        """Whether something runs, the model cannot know where nothing can come to an end."""
-        before = self.model.standstill
-        expected: list[str | None] = [getattr(self.model, method)(*arguments, something_runs=False)]
-        return expected if before is None or arguments[-1] != "wait" else [*expected, before]
+    async def _hold(self, path: str, method: str, *arguments: Any) -> None:
+        """Whether there is something to wait for, only the server knows."""
+        idle, busy = (getattr(copy.copy(self.model), method)(*arguments, something_runs=runs) for runs in (False, True))
+        answer = await self.told(path, self.driver.request("POST", path), idle, busy)
+        getattr(self.model, method)(*arguments, something_runs=answer is None)
 
     async def resume(self) -> None:
         expected = self.model.resume()
