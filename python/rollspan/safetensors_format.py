@@ -100,14 +100,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(name: str, fields: Any) -> Entry:
     try:
         dtype, shape, (start, end) = DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
-        numbers = [*shape, start, end]
-        if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers):
+        if not is_shape(shape) or any(type(number) is not int or not 0 <= number < 2**48 for number in (start, end)):
             raise ValueError
         if end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise SafetensorsError(f"tensor {name!r} has no possible dtype, shape and place") from None
     return Entry(name, dtype, tuple(shape), start, end)
+
+
+def is_shape(value: Any) -> bool:
+    """True for a list of sizes that a tensor can have: where one is 0, torch still multiplies the others."""
+    elements = 1
+    for size in value if isinstance(value, list) else ():
+        if type(size) is not int or size < 0:
+            return False
+        elements *= size or 1
+        if elements >= 2**48:
+            return False
+    return isinstance(value, list)
 
 
 def make_header(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> bytes:

@@ -75,6 +75,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": ENTRY | {"shape": "2"}}, "tensor 'a' has no possible"),
         ({"a": ENTRY | {"shape": [3]}}, "tensor 'a' has no possible"),
         ({"a": ENTRY | {"shape": [2**40, 2**40]}}, "tensor 'a' has no possible"),
+        ({"a": ENTRY | {"shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}, "tensor 'a' has no possible"),
         ({"a": ENTRY | {"data_offsets": [8, 0]}}, "tensor 'a' has no possible"),
         ({"a": ENTRY | {"data_offsets": [0]}}, "tensor 'a' has no possible"),
         ({"a": ENTRY | {"data_offsets": [0, 8, 9]}}, "tensor 'a' has no possible"),
@@ -84,7 +85,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({}, "holds 8 bytes of data, its header says 0"),
         ({"a": ENTRY, "b": ENTRY | {"data_offsets": [8, 16]}}, "holds 8 bytes of data, its header says 16"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_a_header_that_is_wrong_is_refused_before_anything_is_read(tmp_path: Path, header: Any, message: str) -> None:
     with pytest.raises(SafetensorsError, match=message):

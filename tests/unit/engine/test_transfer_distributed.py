@@ -278,7 +278,8 @@ GOOD = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[4]]}
         ({"shapes": [4]}, "shapes", "shapes[0] must be a list of sizes, got 4"),
         ({"shapes": [[-4]]}, "shapes", "must be a list of sizes"),
         ({"shapes": [[True]]}, "shapes", "must be a list of sizes"),
-        ({"shapes": [[2**40, 2**40]]}, "shapes", "an update of this model has at most"),
+        ({"shapes": [[2**40]]}, "shapes", "an update of this model has at most"),
+        ({"shapes": [[0, 2**40, 2**40]]}, "shapes", "must be a list of sizes"),
         ({"packed": "yes"}, "packed", "must be true or false"),
     ],
 )

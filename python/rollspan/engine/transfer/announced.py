@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rollspan.errors import RollspanError, shown
-from rollspan.safetensors_format import DTYPES
+from rollspan.safetensors_format import DTYPES, is_shape
 
 FIELDS = ("names", "dtype_names", "shapes")
 #: torch's own names, as vLLM's trainers send them.
@@ -53,7 +53,7 @@ def announced(info: Mapping[str, Any], limit: int) -> list[Announced]:
         if dtype is None:
             allowed = f"update_info.dtype_names[{index}] must be one of {', '.join(_DTYPES)}"
             raise invalid(f"{allowed}, got {shown(dtype_name)}", "dtype_names")
-        if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size < 2**48 for size in shape):
+        if not is_shape(shape):
             raise invalid(f"update_info.shapes[{index}] must be a list of sizes, got {shown(shape)}", "shapes")
         found.append(Announced(name, dtype, tuple(shape)))
     total = sum(entry.nbytes for entry in found)
