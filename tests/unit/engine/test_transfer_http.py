@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,34 @@ def test_writing_to_a_received_tensor_changes_no_file(spool: Path) -> None:
     with path.open("rb") as kept:
         receive(spool)["a"].fill_(7.0)
         assert not any(kept.read()[-256:])
+
+
+@pytest.mark.parametrize("spool", ["memory"], indirect=True)
+@pytest.mark.parametrize("how", ["written to", "moved"])
+def test_what_others_could_still_change_is_not_used(spool: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollspan.engine.transfer.http._CLOSING_SECONDS", 0.1)
+    path = upload(spool, {"a": torch.zeros(64)})
+    received = transfer.create("http", context(spool=spool)).receive({"upload": "u"})
+    next(received)
+    descriptor = os.open(path, os.O_WRONLY)
+    if how == "moved":
+        os.close(descriptor)
+        path.rename(path.with_suffix(".part"))
+    with raises("upload_incomplete", FIELD, "a.safetensors of update_info.upload is being written to"):
+        list(received)
+    if how == "written to":
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("spool", ["memory"], indirect=True)
+def test_who_has_written_a_file_may_still_be_closing_it(spool: Path) -> None:
+    path = upload(spool, {"a": torch.zeros(64)})
+    descriptor = os.open(path, os.O_WRONLY)
+    closing = threading.Timer(0.1, os.close, [descriptor])
+    closing.start()
+    assert same(receive(spool), {"a": torch.zeros(64)})
+    assert not path.exists()
+    closing.join()
 
 
 @pytest.mark.parametrize("change", ["another name", "others may write", "several engines"])
