@@ -98,3 +98,23 @@ def test_an_update_that_has_committed_nowhere_leaves_all_engines_as_they_were(
     failed = finish(own, pool, [0, 0], [("out of memory", "internal_error")] * 2)
     assert (failed.status_code, failed.json()["error"]["reason"]) == (500, "internal_error")
     assert {served_by(own, pool) for _ in range(2)} == {0, 1}
+
+
+def test_a_finish_that_is_sent_again_at_once_waits_for_the_first(own: MockedSet, pool: ThreadPoolExecutor) -> None:
+    answers = [pool.submit(own.frontend.post, "/finish_weight_update")]
+    own.expect("prepare_weight_update", [{}], [{"weight_digest": DIGEST}] * 2)
+    own.expect("get_weight_commit", [], [0, 0])
+    calls = [engine.next_call("finish_weight_update") for engine in own.engines]
+    answers.append(pool.submit(own.frontend.post, "/finish_weight_update"))
+    own.engines[1].reply(calls[1], committed(1))
+    # Engine 0 has not committed yet: whoever asks engine 1 now is told that no update is open.
+    answers.append(pool.submit(own.frontend.post, "/abort_weight_update"))
+    own.expect("abort_weight_update", [], [False, False])
+    assert answers[2].result().status_code == 200
+    own.engines[0].reply(calls[0], committed(1))
+    assert answers[0].result().json()["weight_commit"] == 1
+    none_open = ("none is open", "no_update_active")
+    own.expect("prepare_weight_update", [{}], [none_open] * 2)
+    own.expect("abort_weight_update", [], [False, False])
+    own.expect("finish_weight_update", [None], [committed(1)] * 2)
+    assert answers[1].result().json()["weight_commit"] == 1

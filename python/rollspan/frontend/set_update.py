@@ -35,6 +35,8 @@ class SetUpdate:
     def __init__(self, engines: EngineSet) -> None:
         self._engines = engines
         self._members: list[Engine] | None = None
+        # Held while a set commits: a client that asks again meanwhile would drop what other engines have yet to commit.
+        self._finishing = asyncio.Lock()
 
     async def start(self, *options: Any) -> list[Outcome]:
         """Opens the update everywhere.
@@ -63,6 +65,10 @@ class SetUpdate:
         Raises:
             RollspanError: up to the last step, why it was dropped; in it, ``partial_failure``.
         """
+        async with self._finishing:
+            return await self._finish(label, options)
+
+    async def _finish(self, label: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome]]:
         taking_part = self._taking_part()
         if len(self._engines) == 1:
             outcomes = await call_all(taking_part, FINISH, label, *([options] if options else []))

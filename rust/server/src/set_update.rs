@@ -28,11 +28,13 @@ const ABORT: &str = "abort_weight_update";
 pub(crate) struct SetUpdate {
     engines: Arc<EngineSet>,
     members: Mutex<Option<Vec<Arc<Engine>>>>,
+    /// Held while a set commits: a client that asks again meanwhile would drop what other engines have yet to commit.
+    finishing: tokio::sync::Mutex<()>,
 }
 
 impl SetUpdate {
     pub fn new(engines: Arc<EngineSet>) -> Self {
-        Self { engines, members: Mutex::default() }
+        Self { engines, members: Mutex::default(), finishing: tokio::sync::Mutex::default() }
     }
 
     fn set_members(&self, members: Option<Vec<Arc<Engine>>>) {
@@ -78,6 +80,7 @@ impl SetUpdate {
     /// # Errors
     /// Up to the last step, why it was dropped; in it, [`Reason::PartialFailure`].
     pub async fn finish(&self, label: Value, options: Map<String, Value>) -> Result<(Value, Vec<Outcome>), Failure> {
+        let _alone = self.finishing.lock().await;
         let taking_part = self.taking_part()?;
         let mut arguments = vec![label.clone()];
         arguments.extend((!options.is_empty()).then(|| Value::Object(options.clone())));
