@@ -187,6 +187,8 @@ def test_uploads_may_take_two_models_by_default(mocks: MockFactory, spool: Path)
         ("/weight_uploads/%2e%2e/a.safetensors", {}, "upload"),
         (f"/weight_uploads/{'u' * 129}/a.safetensors", {}, "upload"),
         ("/weight_uploads/a%20b/a.safetensors", {}, "upload"),
+        ("/weight_uploads/a%2Fb/a.safetensors", {}, "upload"),
+        ("/weight_uploads/u/..%2f..%2fa.safetensors", {}, "file"),
         ("/weight_uploads/u/model.bin", {}, "file"),
         ("/weight_uploads/u/.safetensors", {}, "file"),
         ("/weight_uploads/u/model.safetensors.part", {}, "file"),
@@ -211,6 +213,14 @@ def test_names_ranges_and_checksums_out_of_bounds_are_refused(
 def answers_of_both() -> dict[str, Any]:
     """What the frontend that was tested first answered."""
     return {}
+
+
+def test_an_encoded_slash_is_part_of_a_name(spooled: Mocked, spool: Path) -> None:
+    path = "/weight_uploads/u1%2Fmodel.safetensors"
+    error_of(put(spooled, b"hello", path=path), 405, "method_not_allowed")
+    error_of(spooled.frontend.get(path), 400, "invalid_request", "upload")
+    error_of(spooled.frontend.http.delete(path), 400, "invalid_request", "upload")
+    assert list(spool.iterdir()) == []
 
 
 def test_a_file_keeps_the_size_that_was_said_first(spooled: Mocked) -> None:

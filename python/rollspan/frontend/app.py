@@ -15,7 +15,7 @@ from rollspan.frontend.answers import ErrorAnswer, internal_error
 from rollspan.frontend.control import Handler, control_route
 from rollspan.frontend.generate import GenerateEndpoint
 from rollspan.frontend.state import FrontendState
-from rollspan.frontend.uploads import UploadRoutes
+from rollspan.frontend.uploads import UploadRoute, UploadRoutes
 
 CONTROL_GET: dict[str, Handler] = {
     "/is_paused": pause.is_paused,
@@ -60,8 +60,8 @@ def build_app(state: FrontendState) -> Starlette:
             *(Route(path, handler, methods=["GET"]) for path, handler in plain.items()),
             *(Route(path, control_route(state, handler), methods=["GET"]) for path, handler in CONTROL_GET.items()),
             *(Route(path, control_route(state, handler), methods=["POST"]) for path, handler in CONTROL_POST.items()),
-            Route("/weight_uploads/{upload}/{file}", uploads.put, methods=["PUT"]),
-            Route("/weight_uploads/{upload}", uploads.on_upload, methods=["GET", "DELETE"]),
+            UploadRoute("/weight_uploads/{upload}/{file}", uploads.put, methods=["PUT"]),
+            UploadRoute("/weight_uploads/{upload}", uploads.on_upload, methods=["GET", "DELETE"]),
         ],
         exception_handlers={
             RollspanError: _rollspan_error,

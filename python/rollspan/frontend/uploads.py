@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from urllib.parse import unquote
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from rollspan.errors import wrong_value
 from rollspan.frontend.answers import JsonAnswer, header_text
@@ -18,6 +21,23 @@ logger = logging.getLogger("rollspan.frontend")
 
 CHECKSUM = "X-Checksum"
 _CHECKSUM = re.compile(r"blake3:([0-9a-f]{64})")
+
+
+#: Stands for an encoded slash while a path is matched; no decoded path holds it.
+_SLASH = "\ud800"
+
+
+class UploadRoute(Route):
+    """A route whose names may hold encoded slashes, which are no part of the path: such names are refused whole."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if b"%2f" not in scope["raw_path"].lower():
+            return super().matches(scope)
+        segments = scope["raw_path"].decode("ascii").split("/")
+        path = "/".join(unquote(segment).replace("/", _SLASH) for segment in segments)
+        match, child = super().matches({**scope, "path": path})
+        names = {name: value.replace(_SLASH, "/") for name, value in child.get("path_params", {}).items()}
+        return match, ({**child, "path_params": names} if child else child)
 
 
 class UploadRoutes:
