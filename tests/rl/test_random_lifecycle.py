@@ -303,8 +303,7 @@ class Lifecycle:
             await self.whole_update()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", FRONTENDS, indirect=True)
+@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for seed, kind in enumerate(FRONTENDS)], indirect=["kind"])
 async def test_every_answer_is_the_models_and_every_token_its_weights(
     kind: str, counting_server: Server, checkpoints: Checkpoints, seed: int
 ) -> None:
