@@ -143,6 +143,7 @@ class Staging:
         self.digest: WeightDigest | None = None
         self._tensors: dict[str, torch.Tensor] = {}  # by the model's names, fitted
         self._parts: dict[str, torch.Tensor] = {}  # by a checkpoint's names, as they came
+        self._whole: set[str] = set()  # the model's names under which tensors or deltas came
         self._written: dict[str, str] = {}  # first name -> the name under which it was written in place
         self._new: dict[torch.Tensor, torch.Tensor] = {}
         self._exchange: Callable[[], None] | None = None
@@ -162,6 +163,7 @@ class Staging:
             tensors = self._counted(tensors)
         for name, tensor in tensors:
             if name in self._parameters.named:
+                self._whole.add(name)
                 self._take(name, self._parameters.fitted(name, tensor))
             elif self._parameters.known(name):
                 self._parts[name] = tensor
@@ -203,6 +205,8 @@ class Staging:
         if self.digest is None:
             parts, self._parts = self._parts, {}
             for name, tensor in self._parameters.converted(parts).items():
+                if name in self._whole:
+                    raise invalid(f"tensor {name!r} came by its own name and by names of a checkpoint")
                 self._take(name, tensor)
             if not self._in_place:
                 self._merge()

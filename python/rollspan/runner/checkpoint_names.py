@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from rollspan.errors import RollspanError
+from rollspan.errors import RollspanError, cut
 
 
 class CheckpointNames:
@@ -50,14 +51,21 @@ class CheckpointNames:
         """
         result: dict[str, torch.Tensor] = {}
         merged: dict[str, WeightConverter] = {}
+        stacked: dict[tuple[str, str], list[str]] = {}
         for name in sorted(tensors, key=dot_natural_key):  # experts are stacked in order of their numbers
             target, pattern = self._rename(name)
             if pattern is None:
+                if target in result:
+                    text = f"tensor {target!r} came under two names, {cut(name)!r} and another"
+                    raise RollspanError(text, reason="weights_invalid", param="update_info")
                 result[target] = tensors[name]
             else:
+                stacked.setdefault((target, pattern), []).append(name)
                 converter = merged.setdefault(target, copy.deepcopy(self._by_pattern[pattern]))
                 part: Any = tensors[name]
                 converter.add_tensor(target, name, pattern, part)
+        for (target, _), names in stacked.items():
+            _check_numbers(target, names)
         for target, converter in merged.items():
             try:
                 found = converter.convert(target, model=self._model, config=self._model.config)
@@ -66,3 +74,17 @@ class CheckpointNames:
                 raise RollspanError(text, reason="weights_invalid", param="update_info") from error
             result.update({name: value[0] if isinstance(value, list) else value for name, value in found.items()})
         return result
+
+
+def _check_numbers(target: str, names: list[str]) -> None:
+    """Refuses numbers of experts that are not 0, 1, and so on: whatever they are, experts are stacked in their order.
+
+    Raises:
+        RollspanError: ``weights_invalid``.
+    """
+    columns = zip(*(map(int, re.findall(r"\d+", name)) for name in names), strict=True)
+    varying = [sorted(column) for column in columns if len(set(column)) > 1]
+    if len(varying) > 1 or (len(names) > 1 and varying != [list(range(len(names)))]):
+        ends = f"{cut(names[0])!r} to {cut(names[-1])!r}"
+        text = f"the {len(names)} tensors that {target!r} is made of must be numbered from 0 on, got {ends}"
+        raise RollspanError(text, reason="weights_invalid", param="update_info")

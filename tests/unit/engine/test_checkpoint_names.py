@@ -16,6 +16,7 @@ from engine.models import CONFIGS, decisive_prompts, make_model
 from rollspan.config import EngineConfig
 from rollspan.runner.checkpoint_names import CheckpointNames
 from rollspan.runner.loader import load_model
+from support.gate import Gate
 
 WEIGHTS = "model.safetensors"
 ALL: dict[str, Callable[[], PretrainedConfig]] = {
@@ -78,3 +79,41 @@ def test_an_update_that_lacks_a_tensor_is_refused_and_the_old_weights_stay(
     assert "mlp.experts.gate_up_proj" in message or name in message
     assert engine.result_of("get_weight_version") == "default"
     assert engine.generate([prompt], max_tokens=6)[0].token_ids == before
+
+
+@pytest.mark.parametrize("number", ["4", "77", "00"])
+def test_experts_under_other_numbers_are_refused(engine: Engine, gate: Gate, tmp_path: Path, number: str) -> None:
+    tensors = load_file(tmp_path / "old" / WEIGHTS)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        place = "model.layers.0.mlp.experts.{}." + part + ".weight"
+        tensors[place.format(number)] = tensors.pop(place.format(1))
+    gate.send(tensors)
+    gate.end()
+    engine.result_of("start_weight_update")
+    engine.result_of("update_weights", {"backend": "gate"})
+    reason, message = engine.failure_of("finish_weight_update", "v2")
+    assert reason == "weights_invalid"
+    assert "must be numbered from 0 on" in message
+
+
+def test_a_tensor_under_two_names_is_refused(engine: Engine, gate: Gate, tmp_path: Path) -> None:
+    tensors = load_file(tmp_path / "old" / WEIGHTS)
+    gate.send({**tensors, "norm.weight": tensors["model.norm.weight"] * 2})  # as of the model without its head
+    gate.end()
+    engine.result_of("start_weight_update")
+    engine.result_of("update_weights", {"backend": "gate"})
+    reason, message = engine.failure_of("finish_weight_update")
+    assert reason == "weights_invalid"
+    assert "'model.norm.weight' came by its own name and by" in message
+
+
+def test_a_delta_of_what_came_in_parts_is_refused(engine: Engine, gate: Gate, tmp_path: Path) -> None:
+    engine.result_of("start_weight_update")
+    engine.result_of("update_weights", {"path": "new"})
+    name = "model.layers.0.mlp.experts.down_proj"
+    gate.send({f"{name}.indices": torch.tensor([0]), f"{name}.values": torch.tensor([9.0])})
+    gate.end()
+    engine.result_of("update_weights", {"backend": "gate", "delta": {"base_commit": 0}})
+    reason, message = engine.failure_of("finish_weight_update", None, {"partial": False})
+    assert reason == "weights_invalid"
+    assert f"'{name}' came by its own name and by" in message
