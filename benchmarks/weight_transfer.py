@@ -31,17 +31,17 @@ from typing import Any
 import torch
 
 from rollspan.digest import weight_digest
-from rollspan.engine import transfer
-from rollspan.engine.transfer.base import TransferContext, Transport
 from rollspan.trainer.transfer import create
 from rollspan.trainer.transfer.pieces import file_pieces
+from rollspan.weights import transfer
+from rollspan.weights.transfer.base import TransferContext, Transport
 
 Tensors = dict[str, torch.Tensor]
 Measured = dict[str, float]
 
 SENDER = """
 import json, sys, torch
-from rollspan.engine.transfer.announced import Announced, packets
+from rollspan.weights.transfer.announced import Announced, packets
 from rollspan.process_group import BroadcastGroup, listen
 names, shapes, limit = json.loads(sys.stdin.readline())
 tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in zip(names, shapes)}

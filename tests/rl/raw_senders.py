@@ -17,9 +17,9 @@ from blake3 import blake3
 from counting_model import Tensors
 from safetensors.numpy import save, save_file
 
-from rollspan.engine.transfer.shm import SEALS, SHARED_MEMORY
 from rollspan.http_client import Content
 from rollspan.process_group import BroadcastGroup, listen
+from rollspan.weights.transfer.shm import SEALS, SHARED_MEMORY
 from support.drivers import Driver, HttpDriver
 
 LOCAL = "127.0.0.1"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollspan.engine import transfer
-from rollspan.engine.transfer.base import Transport
+from rollspan.weights import transfer
+from rollspan.weights.transfer.base import Transport
 
 WAIT = 60.0
 
@@ -64,7 +64,7 @@ class Gate:
         """Makes engines know the transport."""
         module = types.ModuleType("gate")
         module.GateTransport = self._transport()  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "rollspan.engine.transfer.gate", module)
+        monkeypatch.setitem(sys.modules, "rollspan.weights.transfer.gate", module)
         monkeypatch.setitem(transfer._TRANSPORTS, "gate", ("gate", "GateTransport"))
 
     def _transport(gate) -> type[Transport]:  # noqa: N805 (a transport has a self of its own)

@@ -16,10 +16,10 @@ import torch
 from blake3 import blake3
 
 from rollspan.digest import weight_digest
-from rollspan.engine import transfer
-from rollspan.engine.transfer.base import TransferContext, Transport
-from rollspan.engine.transfer.delta import apply_deltas
 from rollspan.errors import RollspanError
+from rollspan.weights import transfer
+from rollspan.weights.transfer.base import TransferContext, Transport
+from rollspan.weights.transfer.delta import apply_deltas
 
 Fault = Callable[["WeightServer"], "str | None"]
 

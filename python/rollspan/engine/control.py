@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rollspan.engine.pause import Pause
 from rollspan.engine.scheduler import PauseState
 from rollspan.engine.sleep import Sleep
-from rollspan.engine.weight_check import check_weights
 from rollspan.errors import RollspanError, shown
 from rollspan.protocol import messages as m
+from rollspan.weights.check import check_weights
 
 if TYPE_CHECKING:
     from rollspan.engine.core import EngineCore

@@ -20,20 +20,21 @@ from rollspan.engine.control import Control
 from rollspan.engine.kv_cache import BlockPool
 from rollspan.engine.launched import Launched
 from rollspan.engine.outbox import Addressed, Outbox
-from rollspan.engine.request import Request, RequestStatus, Stamp
+from rollspan.engine.request import Request, RequestStatus
 from rollspan.engine.scheduler import PauseState, ScheduledRequest, Scheduler
 from rollspan.engine.stats import prefill_stats, scheduler_stats
-from rollspan.engine.weights import WeightManager
-from rollspan.engine.worker import Bell, Worker
 from rollspan.errors import RollspanError, shown
 from rollspan.kernels import native
 from rollspan.protocol import messages as m
+from rollspan.protocol.messages import Stamp
 from rollspan.runner.input_batch import StepLogits
 from rollspan.runner.invariance import prepare
 from rollspan.runner.loader import load_model, select_device
 from rollspan.runner.placement import fit, place
 from rollspan.sampler.sampler import Sampler
 from rollspan.sampler.text import Structure, TextRules
+from rollspan.weights.manager import WeightManager
+from rollspan.weights.worker import Bell, Worker
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from rollspan.protocol.messages import StampSpan
-
-#: (label, commit number) of a set of weights.
-Stamp = tuple[str, int]
+from rollspan.protocol.messages import Stamp, StampSpan
 
 
 class KvSpans:

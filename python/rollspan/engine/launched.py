@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rollspan.engine.request import Request, Stamp
+from rollspan.engine.request import Request
 from rollspan.engine.scheduler import ScheduledRequest
 from rollspan.protocol import messages as m
+from rollspan.protocol.messages import Stamp
 from rollspan.runner.input_batch import PendingTokens, StepLogits
 from rollspan.sampler.sampler import Samples
 

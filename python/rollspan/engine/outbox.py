@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollspan.engine.request import Stamp
 from rollspan.errors import RollspanError
 from rollspan.protocol import messages as m
+from rollspan.protocol.messages import Stamp
 
 #: (client index, message): where a message goes.
 Addressed = tuple[int, m.EngineCoreOutputs]

@@ -9,8 +9,7 @@ import numpy as np
 
 from rollspan.engine.kv_cache import Parent
 from rollspan.engine.kv_spans import KvSpans
-from rollspan.engine.kv_spans import Stamp as Stamp
-from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists, StampSpan
+from rollspan.protocol.messages import EngineCoreRequest, FinishReason, LogprobsLists, Stamp, StampSpan
 from rollspan.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

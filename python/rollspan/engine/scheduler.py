@@ -9,9 +9,8 @@ from enum import Enum
 from operator import attrgetter
 
 from rollspan.engine.kv_cache import BlockKey, BlockPool, Root
-from rollspan.engine.kv_spans import Stamp
 from rollspan.engine.request import Request, RequestStatus
-from rollspan.protocol.messages import StampSpan
+from rollspan.protocol.messages import Stamp, StampSpan
 
 
 class PauseState(Enum):

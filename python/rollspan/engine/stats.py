@@ -7,7 +7,7 @@ from typing import Any
 
 from rollspan.engine.request import Request
 from rollspan.engine.scheduler import PauseState, PrefixCacheStats, Scheduler
-from rollspan.engine.weight_state import WeightState
+from rollspan.weights.state import WeightState
 
 
 def scheduler_stats(scheduler: Scheduler, weights: WeightState, held: int = 0) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class EngineError:
     reason: str | None = None
 
 
+#: (label, commit number) of a set of weights.
+Stamp = tuple[str, int]
+
 #: (label, commit number, start, end): positions start to end - 1 belong to those weights.
 StampSpan = tuple[str, int, int, int]
 

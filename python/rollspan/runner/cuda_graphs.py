@@ -103,8 +103,8 @@ class CudaGraphs:
 
     The graph for a number of rows is recorded when it is first needed, for the KV cache in use then; a new cache
     discards all graphs. A commit does not: on CUDA devices weights are updated where they are
-    (:mod:`rollspan.engine.weights`), and graphs read them there. Where recording fails, because code of the model or of
-    the attention waits for the device, all further steps are left to the model.
+    (:mod:`rollspan.weights`), and graphs read them there. Where recording fails, because code of the model or of the
+    attention waits for the device, all further steps are left to the model.
 
     Args:
         forward: the model's own.

@@ -14,8 +14,8 @@ from engine.architectures import COMPAT, PAGED
 from engine.harness import Engine
 from engine.models import CONFIGS, decisive_prompts, make_model
 from rollspan.config import EngineConfig
-from rollspan.runner.checkpoint_names import CheckpointNames
 from rollspan.runner.loader import load_model
+from rollspan.weights.checkpoint_names import CheckpointNames
 from support.gate import Gate
 
 WEIGHTS = "model.safetensors"

@@ -299,7 +299,7 @@ def test_a_method_that_breaks_is_answered_as_an_internal_error(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("rollspan.engine.transfer.disk.DiskTransport.receive", fail)
+    monkeypatch.setattr("rollspan.weights.transfer.disk.DiskTransport.receive", fail)
     engine.result_of("start_weight_update")
     caplog.set_level("CRITICAL", "rollspan.engine")
     reply = engine.failure_of("update_weights", {"path": "x"})

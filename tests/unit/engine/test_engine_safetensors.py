@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
-from rollspan.engine.transfer.safetensors_file import read_safetensors
 from rollspan.safetensors_format import DTYPES, SafetensorsError
+from rollspan.weights.transfer.safetensors_file import read_safetensors
 
 
 def tensors() -> dict[str, torch.Tensor]:

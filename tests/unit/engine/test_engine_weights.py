@@ -20,9 +20,9 @@ from engine.harness import Engine
 from engine.models import CONFIGS, TinyModel, decisive_prompts, make_model
 from rollspan.config import EngineConfig
 from rollspan.digest import weight_digest
-from rollspan.engine.weights import WeightManager
-from rollspan.engine.worker import Bell, Worker
 from rollspan.errors import RollspanError
+from rollspan.weights.manager import WeightManager
+from rollspan.weights.worker import Bell, Worker
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

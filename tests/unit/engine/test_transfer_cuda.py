@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine.transfers import context, raises
-from rollspan.engine import transfer
-from rollspan.engine.transfer.base import Transport
+from rollspan.weights import transfer
+from rollspan.weights.transfer.base import Transport
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.transfers import every_dtype, raises, same
-from rollspan.engine.transfer.delta import apply_deltas
+from rollspan.weights.transfer.delta import apply_deltas
 
 
 def pair(name: str, indices: Any, values: Any, dtype: torch.dtype = torch.int32) -> list[tuple[str, torch.Tensor]]:

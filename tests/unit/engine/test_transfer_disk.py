@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.transfers import context, every_dtype, raises, same
-from rollspan.engine import transfer
-from rollspan.engine.transfer.base import Transport
+from rollspan.weights import transfer
+from rollspan.weights.transfer.base import Transport
 
 
 def test_transports_are_found_by_name_and_others_are_refused_by_field() -> None:
@@ -24,9 +24,9 @@ def test_transports_are_found_by_name_and_others_are_refused_by_field() -> None:
 
 
 def test_importing_the_registry_imports_no_transport() -> None:
-    code = "import sys, rollspan.engine.transfer; print(*[m for m in sys.modules if 'engine.transfer.' in m])"
+    code = "import sys, rollspan.weights.transfer; print(*[m for m in sys.modules if 'engine.transfer.' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["rollspan.engine.transfer.base"]
+    assert done.stdout.split() == ["rollspan.weights.transfer.base"]
 
 
 def disk(root: Path | None) -> Transport:

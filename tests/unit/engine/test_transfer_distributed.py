@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.transfers import context, every_dtype, raises, same
-from rollspan.engine import transfer
-from rollspan.engine.transfer.announced import Announced, packets
-from rollspan.engine.transfer.base import Transport
 from rollspan.process_group import BroadcastGroup, GroupError, listen
+from rollspan.weights import transfer
+from rollspan.weights.transfer.announced import Announced, packets
+from rollspan.weights.transfer.base import Transport
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

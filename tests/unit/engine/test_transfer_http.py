@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.transfers import context, every_dtype, mapped, raises, same
-from rollspan.engine import transfer
-from rollspan.engine.transfer.mapped_file import in_memory
 from rollspan.safetensors_format import make_header
+from rollspan.weights import transfer
+from rollspan.weights.transfer.mapped_file import in_memory
 
 FIELD = "update_info.upload"
 
@@ -86,7 +86,7 @@ def test_writing_to_a_received_tensor_changes_no_file(spool: Path) -> None:
 @pytest.mark.parametrize("spool", ["memory"], indirect=True)
 @pytest.mark.parametrize("how", ["written to", "moved"])
 def test_what_others_could_still_change_is_not_used(spool: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollspan.engine.transfer.http._CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr("rollspan.weights.transfer.http._CLOSING_SECONDS", 0.1)
     path = upload(spool, {"a": torch.zeros(64)})
     received = transfer.create("http", context(spool=spool)).receive({"upload": "u"})
     next(received)

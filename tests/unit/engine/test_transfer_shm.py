@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save
 
 from engine.transfers import context, every_dtype, mapped, raises, same
-from rollspan.engine import transfer
-from rollspan.engine.transfer.shm import SEALS, SHARED_MEMORY
+from rollspan.weights import transfer
+from rollspan.weights.transfer.shm import SEALS, SHARED_MEMORY
 
 WRONG_NAMES = ("x", "", "/", "//x", "/a/b", "/..", "/.", "/../x", "/a\0", "/a\n", 3, ["/x"], "/" + "x" * 256, "/\ud800")
 

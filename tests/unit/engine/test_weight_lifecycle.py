@@ -317,7 +317,7 @@ def test_memory_of_weights_that_were_replaced_or_dropped_is_given_back(
 def test_a_transfer_that_does_not_stop_is_left_to_itself(
     engine: Engine, gate: Gate, after: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollspan.engine.operations.STUCK_SECONDS", 0.05)
+    monkeypatch.setattr("rollspan.weights.operations.STUCK_SECONDS", 0.05)
     gate.deaf = True  # as a read from a file system that is gone
     engine.result_of("start_weight_update")
     answer = engine.start_call("update_weights", GATE)
@@ -334,7 +334,7 @@ def test_a_transfer_that_does_not_stop_is_left_to_itself(
 def test_what_computes_is_waited_for_however_long_it_takes(
     engine: Engine, after: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollspan.engine.operations.STUCK_SECONDS", 0.0)
+    monkeypatch.setattr("rollspan.weights.operations.STUCK_SECONDS", 0.0)
     stuck = Stuck(engine.core._runner, monkeypatch)
     engine.result_of("start_weight_update")
     engine.result_of("update_weights", {"path": "first"})

@@ -114,7 +114,7 @@ def test_what_was_prepared_is_published_as_it_is(
     assert digest == weight_digest(other.model)
     assert history(engine)["update"]["phase"] == "prepared"
     check(engine, before)
-    monkeypatch.setattr("rollspan.engine.staging.tensor_digest", None)  # nothing is digested again
+    monkeypatch.setattr("rollspan.weights.staging.tensor_digest", None)  # nothing is digested again
     monkeypatch.setattr(engine.core._runner, "prepare", None)
     assert engine.result_of("prepare_weight_update", {"digest": digest}) == {"weight_digest": digest}
     assert engine.result_of("finish_weight_update", "new", {"digest": digest})["weight_commit"] == 1

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollspan.engine.transfer.base import TransferContext
 from rollspan.errors import RollspanError
 from rollspan.safetensors_format import DTYPES
+from rollspan.weights.transfer.base import TransferContext
 
 
 def context(

@@ -1,4 +1,4 @@
-"""The trainer's side of the weight transports, one module each; ``rollspan.engine.transfer`` has the other."""
+"""The trainer's side of the weight transports, one module each; ``rollspan.weights.transfer`` has the other."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rollspan.engine.transfer.announced import Announced, packets
 from rollspan.process_group import BroadcastGroup, GroupError, listen
 from rollspan.trainer.server import Moved, Server, WeightSendError
 from rollspan.trainer.transfer.base import Offer, Outgoing
+from rollspan.weights.transfer.announced import Announced, packets
 
 _SHUTDOWN = "/shutdown_weight_transfer_engine"
 _SHUTDOWN_SECONDS = 10.0

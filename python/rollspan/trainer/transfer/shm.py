@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-from rollspan.engine.transfer.shm import SEALS
 from rollspan.trainer.server import Moved, Server
 from rollspan.trainer.transfer.base import Offer, Outgoing
 from rollspan.trainer.transfer.disk import write_all
 from rollspan.trainer.transfer.pieces import file_pieces
+from rollspan.weights.transfer.shm import SEALS
 
 
 class ShmOutgoing(Outgoing):

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from rollspan.engine import transfer
-from rollspan.engine.parameters import invalid
-from rollspan.engine.staging import Ticket
-from rollspan.engine.transfer.base import TransferContext, Transport
 from rollspan.errors import RollspanError, wrong_value
+from rollspan.weights import transfer
+from rollspan.weights.parameters import invalid
+from rollspan.weights.ticket import Ticket
+from rollspan.weights.transfer.base import TransferContext, Transport
 
 #: Fields of ``update_info`` that are not the transport's.
 _OURS = ("backend", "delta")

@@ -12,16 +12,17 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from rollspan.config import EngineConfig
-from rollspan.engine.connection import Connection
-from rollspan.engine.history import Commit
-from rollspan.engine.operations import Operation
-from rollspan.engine.staging import Derived, Staging, Ticket
-from rollspan.engine.transfer.base import TransferContext
-from rollspan.engine.update import Update
-from rollspan.engine.update_options import FinishOptions, start_mode
-from rollspan.engine.weight_holder import WeightHolder
-from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError, check_label
+from rollspan.weights.connection import Connection
+from rollspan.weights.history import Commit
+from rollspan.weights.holder import WeightHolder
+from rollspan.weights.operations import Operation
+from rollspan.weights.options import FinishOptions, start_mode
+from rollspan.weights.staging import Derived, Staging
+from rollspan.weights.ticket import Ticket
+from rollspan.weights.transfer.base import TransferContext
+from rollspan.weights.update import Update
+from rollspan.weights.worker import Worker
 
 T = TypeVar("T")
 #: Seconds that a transfer which makes no progress has beyond the limit, to say by itself what keeps it.

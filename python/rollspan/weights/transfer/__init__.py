@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from rollspan.engine.transfer.base import TransferContext, Transport
 from rollspan.errors import RollspanError, shown
+from rollspan.weights.transfer.base import TransferContext, Transport
 
 #: Name of a transport -> its module here and its class there. Modules are imported when they are needed.
 _TRANSPORTS = {

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.announced import FIELDS, Announced, announced, invalid
-from rollspan.engine.transfer.base import Transport, check_keys
 from rollspan.errors import RollspanError, cut, shown
+from rollspan.weights.transfer.announced import FIELDS, Announced, announced, invalid
+from rollspan.weights.transfer.base import Transport, check_keys
 
 #: Bytes of the driver's handles; torch puts a version and a kind before that of memory. Handles of expandable segments
 #: are longer: they hold descriptors of another process, and are refused.

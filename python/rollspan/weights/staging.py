@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from rollspan.digest import combine, tensor_digest
-from rollspan.engine.parameters import Parameters, invalid, some
-from rollspan.engine.transfer.base import Transport
-from rollspan.engine.transfer.delta import apply_deltas
 from rollspan.errors import RollspanError, cut
+from rollspan.weights.parameters import Parameters, invalid, some
+from rollspan.weights.ticket import Ticket
+from rollspan.weights.transfer.delta import apply_deltas
 
 
 class Derived(Protocol):
@@ -31,68 +28,6 @@ class Derived(Protocol):
 
     def after_commit(self) -> None:
         """Weights have changed where they are: derives everything anew. Nothing runs meanwhile."""
-
-
-class Ticket:
-    """Permission to go on with what was begun: the engine's thread takes it back, the worker asks at every tensor.
-
-    Attributes:
-        cancelled: the work is not wanted any more.
-        moved: monotonic seconds when something was last received.
-    """
-
-    def __init__(self) -> None:
-        self.cancelled = False
-        self.moved = time.monotonic()
-        self._transport: Transport | None = None
-        self._lock = threading.Lock()
-
-    def cancel(self) -> None:
-        """Makes whoever works on it stop soon; what :meth:`holding` guards happens before this or never."""
-        with self._lock:
-            self.cancelled = True
-            transport = self._transport
-        if transport is not None:
-            transport.cancel()
-
-    def note(self) -> None:
-        """Somebody has made progress."""
-        self.moved = time.monotonic()
-
-    def check(self) -> None:
-        """Notes progress.
-
-        Raises:
-            RollspanError: ``update_aborted``.
-        """
-        self.note()
-        if self.cancelled:
-            raise RollspanError("the weight update was aborted", reason="update_aborted")
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Inside, it is not cancelled.
-
-        Raises:
-            RollspanError: ``update_aborted``.
-        """
-        with self._lock:
-            self.check()
-            yield
-
-    @contextmanager
-    def using(self, transport: Transport) -> Iterator[None]:
-        """Inside, :meth:`cancel` reaches the transport.
-
-        Raises:
-            RollspanError: ``update_aborted``.
-        """
-        with self.holding():
-            self._transport = transport
-        try:
-            yield
-        finally:
-            self._transport = None
 
 
 @dataclass(frozen=True)

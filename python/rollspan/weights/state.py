@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from rollspan.engine.history import Commit, History
-from rollspan.engine.request import Stamp
-from rollspan.engine.staging import WeightDigest
-from rollspan.engine.update import Update
 from rollspan.errors import RollspanError, check_label
+from rollspan.protocol.messages import Stamp
+from rollspan.weights.history import Commit, History
+from rollspan.weights.staging import WeightDigest
+from rollspan.weights.update import Update
 
 DEFAULT_LABEL = "default"
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rollspan.errors import RollspanError, cut
-from rollspan.runner.checkpoint_names import CheckpointNames
+from rollspan.weights.checkpoint_names import CheckpointNames
 
 
 def invalid(message: str) -> RollspanError:

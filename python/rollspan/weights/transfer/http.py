@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.base import Transport, check_keys
-from rollspan.engine.transfer.mapped_file import in_memory, map_safetensors
-from rollspan.engine.transfer.safetensors_file import read_stream
 from rollspan.errors import RollspanError, shown
 from rollspan.safetensors_format import SafetensorsError
+from rollspan.weights.transfer.base import Transport, check_keys
+from rollspan.weights.transfer.mapped_file import in_memory, map_safetensors
+from rollspan.weights.transfer.safetensors_file import read_stream
 
 PARAM = "update_info.upload"
 SUFFIX = ".safetensors"

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rollspan.config import EngineConfig
-from rollspan.engine.operations import Operation, Operations
-from rollspan.engine.parameters import Parameters
-from rollspan.engine.staging import WeightDigest
-from rollspan.engine.weight_state import WeightState
-from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError
+from rollspan.weights.operations import Operation, Operations
+from rollspan.weights.parameters import Parameters
+from rollspan.weights.staging import WeightDigest
+from rollspan.weights.state import WeightState
+from rollspan.weights.worker import Worker
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollspan.engine.staging import Ticket
-from rollspan.engine.worker import Worker
 from rollspan.errors import RollspanError
+from rollspan.weights.ticket import Ticket
+from rollspan.weights.worker import Worker
 
 logger = logging.getLogger("rollspan.engine")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rollspan.engine.transfer.safetensors_file import read_entries
+from rollspan.weights.transfer.safetensors_file import read_entries
 
 #: Tensors that begin elsewhere are copied: what a matrix product gives may depend on this.
 ALIGNMENT = 64

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.announced import FIELDS, Announced, announced, invalid, packets
-from rollspan.engine.transfer.base import Transport, check_keys
-from rollspan.engine.transfer.mapped_file import ALIGNMENT
-from rollspan.engine.transfer.memory import new_tensor
 from rollspan.errors import RollspanError, shown
 from rollspan.process_group import BroadcastGroup, GroupError
+from rollspan.weights.transfer.announced import FIELDS, Announced, announced, invalid, packets
+from rollspan.weights.transfer.base import Transport, check_keys
+from rollspan.weights.transfer.mapped_file import ALIGNMENT
+from rollspan.weights.transfer.memory import new_tensor
 
 PACKED_BYTES = 1 << 30
 _PACKED_FIELDS = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from rollspan.engine.transfer.memory import new_tensor
 from rollspan.safetensors_format import Entry, SafetensorsError, header_size, parse_header
+from rollspan.weights.transfer.memory import new_tensor
 
 #: Bytes of one read; between two of them a read can be cancelled.
 _CHUNK_BYTES = 16 << 20

@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollspan.engine.connection import Connection
-from rollspan.engine.staging import Derived, Staging, WeightDigest
 from rollspan.errors import RollspanError
+from rollspan.weights.connection import Connection
+from rollspan.weights.staging import Derived, Staging, WeightDigest
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.base import Transport, check_keys
-from rollspan.engine.transfer.safetensors_file import read_safetensors
 from rollspan.errors import RollspanError, shown
 from rollspan.safetensors_format import SafetensorsError
+from rollspan.weights.transfer.base import Transport, check_keys
+from rollspan.weights.transfer.safetensors_file import read_safetensors
 
 INDEX = "model.safetensors.index.json"
 PARAM = "update_info.path"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from rollspan.engine.transfer.base import Transport, check_keys
-from rollspan.engine.transfer.mapped_file import map_safetensors
-from rollspan.engine.transfer.safetensors_file import read_stream
 from rollspan.errors import RollspanError, shown
 from rollspan.safetensors_format import SafetensorsError
+from rollspan.weights.transfer.base import Transport, check_keys
+from rollspan.weights.transfer.mapped_file import map_safetensors
+from rollspan.weights.transfer.safetensors_file import read_stream
 
 SHARED_MEMORY = Path("/dev/shm")
 #: With these a memfd can neither change nor shrink as long as it lives, whoever holds it.

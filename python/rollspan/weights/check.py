@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rollspan.digest import PREFIX, tensor_digest
-from rollspan.engine.weight_holder import WeightHolder
 from rollspan.errors import wrong_value
+from rollspan.weights.holder import WeightHolder
 
 ACTIONS = ("checksum", "compare", "reset")
 
