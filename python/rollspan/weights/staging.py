@@ -154,9 +154,19 @@ class Staging:
             self.ticket.check()
             after = {name: self._new.get(tensor, tensor.data) for name, tensor in self._parameters.first.items()}
             self.digest = WeightDigest.of(after, {name: known[name] for name in self.missing if name in known})
+            if not self._in_place:
+                self._part_from_old()
         if expected not in (None, self.digest.root):
             text = f"the weights received have the digest {self.digest.root}, not {expected}"
             raise RollspanError(text, reason="digest_mismatch", param="weight_digest")
+
+    def _part_from_old(self) -> None:
+        """Weights that stay get memory of their own where it belongs to a larger block, which would stay with them."""
+        for name in self.missing:
+            parameter = self._parameters.first[name]
+            data = parameter.data
+            if data.device.type == "cpu" and data.untyped_storage().nbytes() > data.nbytes:
+                self._new[parameter] = data.clone()
 
     def _merge(self) -> None:
         """One tensor for each parameter, under whatever names it came."""

@@ -34,7 +34,7 @@ def map_safetensors(descriptor: int, check: Callable[[], None]) -> Iterator[tupl
         stream.seek(0)
         entries = read_entries(stream)
         data = stream.tell()
-    mapping: mmap.mmap | None = None
+    mapping: torch.Tensor | None = None
     for entry in entries:
         check()
         count, start = entry.end - entry.start, data + entry.start
@@ -42,8 +42,8 @@ def map_safetensors(descriptor: int, check: Callable[[], None]) -> Iterator[tupl
             yield entry.name, torch.empty(entry.shape, dtype=entry.dtype)
             continue
         if mapping is None:
-            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=start)
+            mapping = torch.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        flat = mapping[start : start + count]
         if start % ALIGNMENT:
             flat = flat.clone()
         yield entry.name, flat.view(entry.dtype).reshape(entry.shape)
