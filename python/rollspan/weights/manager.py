@@ -29,7 +29,7 @@ T = TypeVar("T")
 _GRACE = 2.0
 
 
-class Surroundings(Protocol):
+class CommitListener(Protocol):
     """What has to know of commits: the engine."""
 
     def weights_change(self) -> None:
@@ -55,14 +55,14 @@ class WeightManager(WeightHolder):
         config: label, root, limits and defaults.
         worker: does what takes time.
         derived: keeps what is derived from the weights.
-        surroundings: is told of commits.
+        listener: is told of commits.
     """
 
     def __init__(
-        self, model: nn.Module, config: EngineConfig, worker: Worker, derived: Derived, surroundings: Surroundings
+        self, model: nn.Module, config: EngineConfig, worker: Worker, derived: Derived, listener: CommitListener
     ) -> None:
         super().__init__(model, config, worker)
-        self._config, self._derived, self._surroundings = config, derived, surroundings
+        self._config, self._derived, self._listener = config, derived, listener
         self._finished: tuple[str, dict[str, Any]] | None = None  # label that the last finish named, and its answer
         context = TransferContext(
             root=None if config.weights_root is None else Path(config.weights_root),
@@ -308,7 +308,7 @@ class WeightManager(WeightHolder):
 
     def _publish(self, update: Update, label: str | None, options: FinishOptions) -> dict[str, Any]:
         """The commit, between two steps."""
-        self._surroundings.weights_change()
+        self._listener.weights_change()
         staging, digest = update.staging, update.staging.digest
         assert digest is not None
         started = time.monotonic()
@@ -322,7 +322,7 @@ class WeightManager(WeightHolder):
         self._digest = _done(digest)
         self.inconsistent = False
         self.opened = None
-        self._surroundings.weights_changed()
+        self._listener.weights_changed()
         stall = time.monotonic() - started
         answer = {"weight_version": self.label, "weight_commit": self.commit, "weight_digest": digest.root}
         self._finished = None if label is None else (label, answer)
@@ -342,7 +342,7 @@ class WeightManager(WeightHolder):
                 stall_seconds=stall,
             )
         )
-        self._surroundings.weights_settled()
+        self._listener.weights_settled()
         return answer
 
     def _abort(self, message: str) -> bool:
@@ -362,7 +362,7 @@ class WeightManager(WeightHolder):
             self.inconsistent = True
         self._worker.submit(update.staging.release)
         self.history.failed(error, update.phase)
-        self._surroundings.weights_settled()
+        self._listener.weights_settled()
 
 
 def _past(deadline: float | None) -> bool:
