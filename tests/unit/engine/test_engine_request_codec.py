@@ -41,7 +41,7 @@ def test_trailing_elements_that_are_missing_take_their_default(length: int) -> N
 
 
 def test_elements_behind_the_last_known_one_are_skipped() -> None:
-    assert decode([*row(), "later", {"a": [None]}]) == decode(row())
+    assert decode([*row(), None, "later", {"a": [None]}]) == decode(row())
 
 
 @pytest.mark.parametrize(

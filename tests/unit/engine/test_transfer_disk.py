@@ -24,7 +24,7 @@ def test_transports_are_found_by_name_and_others_are_refused_by_field() -> None:
 
 
 def test_importing_the_registry_imports_no_transport() -> None:
-    code = "import sys, rollspan.weights.transfer; print(*[m for m in sys.modules if 'engine.transfer.' in m])"
+    code = "import sys, rollspan.weights.transfer; print(*[m for m in sys.modules if 'weights.transfer.' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["rollspan.weights.transfer.base"]
 
