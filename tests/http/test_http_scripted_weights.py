@@ -289,7 +289,7 @@ UNFIT = {
     "inconsistent": (
         503,
         "weights_inconsistent",
-        "the weights are half changed: an update in place was cut off; a complete update mends them",
+        "the weights are not whole: an update in place was cut off, or they were reset or dropped; update them all",
     ),
     "undeclared": (
         503,

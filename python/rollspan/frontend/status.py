@@ -11,7 +11,7 @@ from rollspan.protocol.messages import EngineCoreOutputs, EngineHello
 UNFIT = {
     "inconsistent": (
         "weights_inconsistent",
-        "the weights are half changed: an update in place was cut off; a complete update mends them",
+        "the weights are not whole: an update in place was cut off, or they were reset or dropped; update them all",
     ),
     "undeclared": (
         "weights_undeclared",

@@ -36,7 +36,7 @@ impl Engine {
         let (reason, message) = match &*self.client.status().weight_state {
             "inconsistent" => (
                 Reason::WeightsInconsistent,
-                "the weights are half changed: an update in place was cut off; a complete update mends them",
+                "the weights are not whole: an update in place was cut off, or they were reset or dropped; update them all",
             ),
             "undeclared" => (
                 Reason::WeightsUndeclared,
