@@ -164,7 +164,8 @@ def test_checkpoints_are_found_by_the_digests_of_a_weight_history(llm: LLM, tmp_
         for span, digest in zip(commits, digests, strict=True)
     ]
     history = tmp_path / "history.json"
-    history.write_text(json.dumps({"engines": [{"engine_index": 0, "commits": entries}]}))
+    gone = {"engine_index": 1, "state": "dead", "weight_digest": None}
+    history.write_text(json.dumps({"engines": [{"engine_index": 0, "commits": entries}, gone]}))
     unnamed = ("--checkpoint", str(RL), "--checkpoint", str(SFT))
     assert verify(tmp_path, [record], "--history", str(history), *unnamed)[0] == 0
     code, report = verify(tmp_path, [record], "--history", str(history), "--checkpoint", str(SFT))

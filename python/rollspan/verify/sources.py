@@ -89,7 +89,7 @@ def _read_history(path: Path) -> dict[tuple[int, int], str]:
         engines: list[Any] = answer["engines"]
         found = {}
         for engine in engines:
-            for entry in engine["commits"]:
+            for entry in engine.get("commits", ()):  # an engine of a set that is not there has none
                 if entry["weight_digest"] is not None:
                     found[(int(engine["engine_index"]), int(entry["weight_commit"]))] = str(entry["weight_digest"])
     except (OSError, ValueError, KeyError, TypeError) as error:
